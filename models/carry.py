@@ -1,0 +1,56 @@
+"""What passes from unit to unit, and what a micro-batch is.
+
+Shape letters: B sequences, T tokens of a sequence, S residual streams, D model width,
+C compressed entries, K key width, W window plus selected slots, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+IGNORED_LABEL = -100
+"""A label with this value gives no loss and no gradient."""
+
+
+class MicroBatch(NamedTuple):
+    """Token data of one micro-batch; the same on every stage, read from the data by each rank."""
+
+    ids: Tensor
+    """[B, T] int64 token ids."""
+    labels: Tensor
+    """[B, T] int64 next tokens; IGNORED_LABEL where masked, and at a document's last token."""
+    positions: Tensor
+    """[B, T] int64, restart at 0 with each document; t - positions[t] is where t's document starts."""
+
+
+class Carry(NamedTuple):
+    """The state between two units. A field that is None is not alive there.
+
+    A named tuple, so that autograd, checkpointing and FSDP find the tensors inside.
+    The fields of `CROSSING` may cross a stage boundary; the others stay on the stage that made them.
+    """
+
+    streams: Tensor | None = None
+    """x_BTSD residual streams, in the compute dtype; needs gradient."""
+    mix: Tensor | None = None
+    """a_BTS fp32, weights with which the next sublayer collapses the streams (V4.1); needs gradient."""
+    kv: Tensor | None = None
+    """kv_BCK compressed keys = values, rotated; needs gradient, summed over all consumers."""
+    index_keys: Tensor | None = None
+    """ik_BCI keys of the indexer; no gradient while the indexer is frozen."""
+    slots: Tensor | None = None
+    """slots_BTW int32: which keys each query sees, window part first, then selected entries; -1 empty."""
+    candidates: Tensor | None = None
+    """Candidate blocks that Reindex layers may choose from; no gradient."""
+    loss: Tensor | None = None
+    """fp32 scalar from the head: cross-entropy summed over the valid labels."""
+    balance_loss: Tensor | None = None
+    """fp32 scalar: sequence balance losses of the MoE units run so far on this stage, weighted."""
+    loads: tuple[Tensor, ...] = ()
+    """tokens_E int64 per MoE unit run so far on this stage: how many tokens each expert received."""
+
+
+CROSSING = ("streams", "mix", "kv", "index_keys", "slots", "candidates")
+"""Fields that may cross a stage boundary, in the order in which they do."""
