@@ -54,3 +54,6 @@ class Carry(NamedTuple):
 
 CROSSING = ("streams", "mix", "kv", "index_keys", "slots", "candidates")
 """Fields that may cross a stage boundary, in the order in which they do."""
+
+DIFFERENTIABLE = ("streams", "mix", "kv")
+"""Crossing fields whose gradient is sent back by whoever received them."""

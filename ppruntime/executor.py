@@ -1,0 +1,186 @@
+"""Runs one rank's order: the only place where an op, a stage and a transport meet.
+
+Each op of the order is bound once to a call with its stage, channels and micro-batch filled in; a step
+is one loop over these calls. An op waits only for what it reads: for a received boundary, in `take`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from ppruntime.models.carry import MicroBatch
+from ppruntime.schedules.ops import Kind, Op, Schedule, ScheduleError
+from ppruntime.stage import Stage
+from ppruntime.transports.base import Channel, Transport
+
+Stamp = TypeVar("Stamp")
+
+
+class Clock(Protocol[Stamp]):
+    """Gives time stamps: nanoseconds on the host, recorded events on a device's current stream."""
+
+    def __call__(self) -> Stamp: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpTimes(Generic[Stamp]):
+    """When an op was reached, had what it reads, and was done. `ready - start` is waiting."""
+
+    op: str
+    start: Stamp
+    ready: Stamp
+    end: Stamp
+
+
+@dataclass(frozen=True, slots=True)
+class _Ports:
+    """The channels of one stage; None at the pipeline's ends."""
+
+    input: Channel | None
+    output: Channel | None
+    output_grad: Channel | None
+    input_grad: Channel | None
+
+    @classmethod
+    def of(cls, stage: int, channels: Iterable[Channel]) -> _Ports:
+        by_role = {(c.kind, c.src_stage, c.dst_stage): c for c in channels}
+        return cls(
+            input=by_role.get(("forward", stage - 1, stage)),
+            output=by_role.get(("forward", stage, stage + 1)),
+            output_grad=by_role.get(("backward", stage + 1, stage)),
+            input_grad=by_role.get(("backward", stage, stage - 1)),
+        )
+
+
+class Executor(Generic[Stamp]):
+    """One rank's part of a schedule, bound to its stages and to open channels.
+
+    `schedule` is lowered (transfers and frees are ops of it) and checked. With `training` False
+    the forwards run without gradients; the order then has no backward.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        stages: Mapping[int, Stage],
+        channels: Sequence[Channel],
+        transport: Transport,
+        *,
+        clock: Clock[Stamp],
+        training: bool = True,
+    ) -> None:
+        self._rank = rank
+        self._transport = transport
+        self._clock = clock
+        self._stages = stages
+        self._ports = {index: _Ports.of(index, channels) for index in stages}
+        self._training = training
+        self._batches: Sequence[MicroBatch] = ()
+        self._outbox: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._ready = clock()
+        self._program = tuple((str(op), self._bind(op)) for op in schedule.ops(rank))
+
+    def run(self, batches: Sequence[MicroBatch]) -> list[OpTimes[Stamp]]:
+        """Runs the order over `batches` (one entry per micro-batch) and gives the times of its ops.
+
+        Losses and gradients are left in the stages. Any error ends the transport for all ranks and
+        carries the op it happened in.
+        """
+        self._batches = batches
+        clock, times = self._clock, list[OpTimes[Stamp]]()
+        text = "no op"
+        try:
+            for text, act in self._program:
+                start = self._ready = clock()
+                act()
+                times.append(OpTimes(text, start, self._ready, clock()))
+            self._transport.step_end()
+        except BaseException as error:
+            error.add_note(f"rank {self._rank} was in {text}")
+            self._transport.abort(f"rank {self._rank} failed in {text}: {error}")
+            raise
+        assert not self._outbox, f"rank {self._rank} never sent {sorted(self._outbox)}"
+        for stage in self._stages.values():
+            assert not stage.num_in_flight, (
+                f"stage {stage.index} has work left after the order's end"
+            )
+        return times
+
+    def _bind(self, op: Op) -> Callable[[], None]:
+        stage, ports, m = self._stages[op.stage], self._ports[op.stage], op.micro_batch
+        transport = self._transport
+        match op.kind:
+            case Kind.F:
+                run = stage.forward if self._training else stage.evaluate
+                return partial(self._forward, run, ports, m)
+            case Kind.B:
+                return partial(self._backward, stage.backward, ports, m)
+            case Kind.I:
+                return partial(self._backward, stage.backward_input, ports, m)
+            case Kind.W:
+                return partial(stage.weight_grads, m)
+            case Kind.SEND_F:
+                return partial(self._send, _open(ports.output, op), m)
+            case Kind.SEND_B:
+                return partial(self._send, _open(ports.input_grad, op), m)
+            case Kind.RECV_F:
+                return partial(transport.post, _open(ports.input, op), m)
+            case Kind.RECV_B:
+                return partial(transport.post, _open(ports.output_grad, op), m)
+            case Kind.FREE_F:
+                return partial(transport.release, _open(ports.input, op), m)
+            case Kind.FREE_B:
+                return partial(transport.release, _open(ports.output_grad, op), m)
+            case _:
+                raise ScheduleError(
+                    f"rank {self._rank}: {op} is an op that the executor cannot run"
+                )
+
+    def _forward(
+        self,
+        run: Callable[[int, Sequence[Tensor], MicroBatch], tuple[Tensor, ...]],
+        ports: _Ports,
+        m: int,
+    ) -> None:
+        received = self._take(ports.input, m)
+        outputs = run(m, received, self._batches[m])
+        if ports.output is not None:
+            self._outbox[ports.output.id, m] = outputs
+
+    def _backward(
+        self,
+        run: Callable[[int, Sequence[Tensor]], tuple[Tensor, ...]],
+        ports: _Ports,
+        m: int,
+    ) -> None:
+        grads = self._take(ports.output_grad, m)
+        input_grads = run(m, grads)
+        if ports.input_grad is not None:
+            self._outbox[ports.input_grad.id, m] = input_grads
+
+    def _take(self, channel: Channel | None, m: int) -> tuple[Tensor, ...]:
+        if channel is None:
+            return ()
+        tensors = self._transport.take(channel, m)
+        self._ready = self._clock()
+        return tensors
+
+    def _send(self, channel: Channel, m: int) -> None:
+        self._transport.send(channel, m, self._outbox.pop((channel.id, m)))
+
+
+def _open(channel: Channel | None, op: Op) -> Channel:
+    if channel is None:
+        raise ScheduleError(f"{op} needs a channel that the pipeline's end does not have")
+    return channel
+
+
+host_clock: Clock[int] = time.perf_counter_ns
+"""Nanoseconds on this host, arbitrary start."""
