@@ -1,7 +1,7 @@
 """Runs one rank's order: the only place where an op, a stage and a transport meet.
 
-Each op of the order is bound once to a call with its stage, channels and micro-batch filled in; a step
-is one loop over these calls. An op waits only for what it reads: for a received boundary, in `take`.
+Each op of the order is bound once to a call with its stage, channels and micro-batch filled in; a
+step is one loop over these calls. An op waits only for what it reads: a received boundary.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from ppruntime.stage import Stage
 from ppruntime.transports.base import Channel, Transport
 
 Stamp = TypeVar("Stamp")
+StampCo = TypeVar("StampCo", covariant=True)
 
 
-class Clock(Protocol[Stamp]):
+class Clock(Protocol[StampCo]):
     """Gives time stamps: nanoseconds on the host, recorded events on a device's current stream."""
 
-    def __call__(self) -> Stamp: ...
+    def __call__(self) -> StampCo: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""One stage: runs its units on one micro-batch, forward and back, and keeps what the backward needs.
+"""One stage: runs its units on a micro-batch, forward and back, and keeps what a backward needs.
 
 The units know nothing of the pipeline; the stage knows nothing of ranks, transports or orders.
 """
@@ -20,8 +20,8 @@ from ppruntime.models.linear import WeightGradQueue
 class _InFlight:
     """What one micro-batch leaves behind until its backward: ends of its graph, never its outputs.
 
-    A gradient edge keeps the graph alive but not the output's memory, so that a sent output is freed
-    as soon as the transfer is done, unless a backward of this stage reads it.
+    A gradient edge keeps the graph alive but not the output's memory, so that a sent output is
+    freed as soon as the transfer is done, unless a backward of this stage reads it.
     """
 
     leaves: tuple[Tensor, ...]
@@ -33,10 +33,10 @@ class _InFlight:
 class Stage:
     """A run of units on this rank.
 
-    `inputs` and `outputs` name the carry's fields that cross the boundary before and after the stage,
-    in the boundary's order. `queue` gathers the weight gradients that `backward_input` puts off.
-    The losses and expert loads of a step lie in `losses`, `balance_losses` and `loads`, one entry per
-    micro-batch in the order of the forwards, until `reset`.
+    `inputs` and `outputs` name the carry's fields that cross the boundary before and after the
+    stage, in the boundary's order. `queue` gathers the weight gradients that `backward_input` puts
+    off. The losses and expert loads of a step lie in `losses`, `balance_losses` and `loads`, one
+    entry per micro-batch in the order of the forwards, until `reset`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Stage:
 
     def reset(self, *, loss_seed: Tensor, balance_seed: Tensor) -> None:
         """Starts a step. The seeds are the gradients of the step's loss with respect to one
-        micro-batch's summed cross-entropy and balance loss: scalars, fp32, on the stage's device."""
+        micro-batch's summed cross-entropy and balance loss: fp32 scalars on the stage's device."""
         assert not self.num_in_flight, f"stage {self.index} starts a step with work left over"
         self.losses, self.balance_losses, self.loads = [], [], []
         self._loss_seed, self._balance_seed = loss_seed, balance_seed
@@ -100,8 +100,8 @@ class Stage:
     def evaluate(
         self, micro_batch: int, received: Sequence[Tensor], batch: MicroBatch
     ) -> tuple[Tensor, ...]:
-        """Forward without gradients; nothing stays in flight. The outputs own their memory: what only
-        passes through is copied, since its slot is free once this returns."""
+        """Forward without gradients; nothing stays in flight. The outputs own their memory: what
+        only passes through is copied, since its slot is free once this returns."""
         del micro_batch
         with torch.no_grad():
             outputs = self._outputs_of(self._run_units(received, batch))
@@ -109,7 +109,7 @@ class Stage:
 
     def backward(self, micro_batch: int, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The whole backward. `grads` are the gradients of the outputs that have one, in order.
-        Gives the gradients of the inputs that have one; parameters' gradients are added to `.grad`."""
+        Gives the gradients of the inputs that have one; adds parameters' gradients to `.grad`."""
         flight = self._in_flight.pop(micro_batch)
         roots: list[GradientEdge] = []
         seeds: list[Tensor] = []
@@ -136,13 +136,13 @@ class Stage:
         return input_grads
 
     def weight_grads(self, micro_batch: int) -> None:
-        """Adds the weight gradients that `backward_input` put off. A stage without any has none to add."""
+        """Adds the weight gradients that `backward_input` put off, if the stage has any."""
         with torch.no_grad():
             for task in self._weight_tasks.pop(micro_batch):
                 task()
 
     def _run_units(self, received: Sequence[Tensor], batch: MicroBatch) -> Carry:
-        carry = Carry(**dict(zip(self.inputs, received, strict=True)))
+        carry = Carry()._replace(**dict(zip(self.inputs, received, strict=True)))
         for unit in self.units:
             carry = unit(carry, batch)
         if carry.loss is not None:
@@ -174,7 +174,7 @@ def _grad_of(leaf: Tensor) -> Tensor:
 
 
 def _apart_from(tensor: Tensor, received: Sequence[Tensor]) -> Tensor:
-    """The tensor, copied if it lies in a receive slot: a slot may be overwritten while it is sent on."""
+    """The tensor, copied if it lies in a slot: that may be overwritten while it is sent on."""
     memory = tensor.untyped_storage().data_ptr()
     if any(memory == other.untyped_storage().data_ptr() for other in received):
         return tensor.clone()
