@@ -1,0 +1,35 @@
+# The two commands that always work on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint types check oracle bench clean
+
+demo: $(STAMP)
+	$(BIN)/python -m ppruntime.launch.demo
+
+test: $(STAMP)
+	$(MAKE) --no-print-directory lint types
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# Compares the models with other people's implementations, in environments of their own.
+oracle: $(STAMP)
+	bash tests/oracle/run.sh
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy triton
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,tokenizers,errors]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build *.egg-info
