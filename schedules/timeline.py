@@ -8,6 +8,7 @@ are in the unit of the costs. This is the only place that turns an order and cos
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, NoReturn
@@ -68,6 +69,8 @@ class Timeline:
     """Zeros unless bytes were given."""
     memory: tuple[tuple[MemoryPoint, ...], ...]
     """Bytes each rank holds over time; empty unless bytes were given."""
+    transfers: tuple[TimedOp, ...]
+    """Every message between two ranks, by receiving rank: made (or sent) to arrived."""
     critical_path: tuple[TimedOp, ...]
     """The chain of ops and transfers, without a gap, that the makespan is the length of."""
 
@@ -103,6 +106,7 @@ class _Task(NamedTuple):
 
 
 _CODE = {Kind.F: 0, Kind.I: 1, Kind.B: 1, Kind.W: 2, Kind.SEND_F: 3, Kind.SEND_B: 4}
+_FORWARD_CODES = (_CODE[Kind.F], _CODE[Kind.SEND_F])
 _NUM_CODES = 5
 
 
@@ -360,6 +364,7 @@ class _Run:
             peak_in_flight=peak_in_flight(self.schedule),
             peak_bytes=tuple(max((p.bytes_held for p in points), default=0.0) for points in memory),
             memory=memory,
+            transfers=tuple(self._transfers()),
             critical_path=self._critical_path(),
         )
 
@@ -411,10 +416,22 @@ class _Run:
             source = self._op_of_key(cause.key)
             rank, index = place[cause.key]
             if cause.latency:
-                kind = Kind.SEND_F if source.kind in (Kind.F, Kind.SEND_F) else Kind.SEND_B
+                kind = Kind.SEND_F if cause.key % _NUM_CODES in _FORWARD_CODES else Kind.SEND_B
                 message = Op(source.stage, kind, source.micro_batch)
                 path.append(TimedOp(message, rank, start - cause.latency, start))
         return tuple(reversed(path))
+
+    def _transfers(self) -> Iterator[TimedOp]:
+        ranks = self.schedule.stage_to_rank
+        for rank, tasks in enumerate(self.tasks):
+            for need in (need for task in tasks for need in task.needs):
+                place, code = divmod(need.key, _NUM_CODES)
+                stage, micro_batch = divmod(place, self.schedule.num_micro_batches)
+                made = self.done[need.key]
+                if ranks[stage] != rank and made is not None:
+                    kind = Kind.SEND_F if code in _FORWARD_CODES else Kind.SEND_B
+                    message = Op(stage, kind, micro_batch)
+                    yield TimedOp(message, ranks[stage], made, made + need.latency)
 
     def _memory(self, rank: int, stage_bytes: StageBytes) -> tuple[MemoryPoint, ...]:
         """Bytes over time. Host copies (OFFLOAD, RELOAD) count at the time of their entry."""
