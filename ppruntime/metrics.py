@@ -1,0 +1,230 @@
+"""What a run reports of each step: metrics.jsonl always, TensorBoard when there, and one line.
+
+Rank 0 alone makes these objects; every other rank passes nothing and prints nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+_DENSE_BF16_FLOPS = {
+    "A100": 312e12,
+    "H100": 989.4e12,
+    "H200": 989.4e12,
+    "B200": 2250e12,
+}
+"""Peak dense bf16 FLOP/s by a part of the device's name (SXM data sheets)."""
+
+
+class MetricsError(ValueError):
+    """metrics.jsonl holds a line that is no step: names the file and the line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One line of metrics.jsonl. A number that is not finite is null there."""
+
+    step: int
+    """The step just done, counted from 1."""
+    loss: float | None
+    """Mean cross-entropy per valid token, over all ranks."""
+    grad_norm: float | None
+    """Global norm before clipping."""
+    lr: float
+    """Learning rate used in this step."""
+    tokens_per_s: float
+    """Tokens of all ranks over the wall time since the step before."""
+    mfu: float | None
+    """Share of peak FLOP/s by the 6ND rule; None where the peak is not known, as on a CPU."""
+    step_seconds: float
+    tokens: int
+    """Tokens since the run's beginning, over all ranks and starts."""
+    val_loss: float | None = None
+    """Validation loss after this step, where it was measured."""
+    resumed_at: int | None = None
+    """In a start's first line: the step of the checkpoint it went on from. Earlier lines of later
+    steps are of a past that was given up; `read_metrics` leaves them out."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak dense bf16 FLOP/s of one device, by its name; None if it is not in the table."""
+    return next((flops for part, flops in _DENSE_BF16_FLOPS.items() if part in device_name), None)
+
+
+def mfu(
+    tokens_per_s: float, *, flops_per_token: float, num_devices: int, device_flops: float | None
+) -> float | None:
+    """Model FLOPs utilisation: tokens/s x 6N over the devices' peak. None without a peak.
+
+    `flops_per_token` is 6 x active matmul parameters: recomputed work and attention's own products
+    do not count. Source: Chowdhery et al. 2022 (PaLM), appendix B, without its attention term.
+    """
+    if device_flops is None:
+        return None
+    return tokens_per_s * flops_per_token / (num_devices * device_flops)
+
+
+class MetricsLog:
+    """Appends one line a step to a file, and to TensorBoard if it works.
+
+    A line is flushed before `write` returns, and its floats read back as the same floats. Trouble
+    with TensorBoard is told once through `warn` and never ends a run.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        tensorboard: Path | None,
+        resumed_at: int = 0,
+        warn: Callable[[str], None],
+    ) -> None:
+        """`tensorboard`: folder for its events, None for none. `resumed_at`: the step of the
+        checkpoint this start goes on from, 0 for a start from scratch."""
+        self._file = path.open("ab")
+        self._resumed_at: int | None = resumed_at if self._file.tell() else None
+        if self._file.tell() and path.read_bytes()[-1:] != b"\n":
+            self._file.write(b"\n")  # a start that was killed left half a line
+        self._warn = warn
+        self._board: Any = None  # a third party's type, imported only if wanted
+        if tensorboard is not None:
+            self._try_board(lambda: self._open_board(tensorboard, resumed_at))
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Appends the line; the first one of a start that goes on is marked as such."""
+        metrics = replace(metrics, resumed_at=self._resumed_at)
+        self._resumed_at = None
+        self._file.write(msgspec.json.encode(metrics) + b"\n")
+        self._file.flush()
+        if self._board is not None:
+            self._try_board(lambda: self._write_board(metrics))
+
+    def close(self) -> None:
+        """Closes file and board. Idempotent."""
+        self._file.close()
+        if self._board is not None:
+            self._try_board(self._board.close)
+            self._board = None
+
+    def _open_board(self, folder: Path, resumed_at: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(folder), purge_step=resumed_at + 1)  # type: ignore[no-untyped-call]
+
+    def _write_board(self, metrics: StepMetrics) -> None:
+        for name, value in asdict(metrics).items():
+            if value is not None and name not in ("step", "resumed_at"):
+                self._board.add_scalar(name, value, metrics.step)
+
+    def _try_board(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # whatever goes wrong in it, training is worth more
+            self._board = None
+            self._warn(f"TensorBoard is off: {type(error).__name__}: {error}")
+
+
+def read_metrics(path: Path) -> tuple[StepMetrics, ...]:
+    """The steps that led to the newest state, ascending: one line per step, the last one written.
+
+    Where a start went on from a checkpoint, what came after that checkpoint before is left out.
+    Half a line that a killed start left behind is passed over. Raises MetricsError for any other
+    line that is no step.
+    """
+    steps: dict[int, StepMetrics] = {}
+    broken: int | None = None
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            metrics = msgspec.json.decode(line, type=StepMetrics)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            broken = number if broken is None else broken
+            continue
+        if broken is not None and metrics.resumed_at is None:
+            break  # only a new start follows upon half a line
+        broken = None
+        if metrics.resumed_at is not None:
+            steps = {step: kept for step, kept in steps.items() if step <= metrics.resumed_at}
+        steps[metrics.step] = metrics
+    else:
+        return tuple(steps[step] for step in sorted(steps))
+    raise MetricsError(f"{path}:{broken}: not a step of a run; delete the line or restore the file")
+
+
+class ProgressLine:
+    """Shows training as it goes: one live line on a terminal, a line each `interval` steps elsewhere.
+
+    Output that can no longer be written (a closed pipe) is given up; training goes on.
+    """
+
+    def __init__(
+        self, num_steps: int, *, interval: int = 1, console: Console | None = None
+    ) -> None:
+        """`console`: where to show it; None for standard output."""
+        self._console = console or Console(highlight=False, markup=False, emoji=False)
+        self._num_steps = num_steps
+        self._interval = interval
+        self._live: Progress | None = None
+        if self._console.is_terminal:
+            self._live = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[line]}", markup=False),
+                console=self._console,
+                auto_refresh=False,
+            )
+            self._task = self._live.add_task("step", total=num_steps, line="")
+            self._try(self._live.start)
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Shows a step that is done."""
+        line = progress_text(metrics, num_steps=self._num_steps)
+        if self._live is not None:
+            live, task = self._live, self._task
+            self._try(lambda: live.update(task, completed=metrics.step, line=line, refresh=True))
+        elif metrics.step % self._interval == 0 or metrics.step == self._num_steps:
+            width = len(str(self._num_steps))
+            self.note(f"step {metrics.step:>{width}}/{self._num_steps}  {line}")
+
+    def note(self, text: str) -> None:
+        """Prints a line of its own, above the live one."""
+        self._try(lambda: self._console.print(Text(text), soft_wrap=True))
+
+    def close(self) -> None:
+        """Leaves the last state standing. Idempotent."""
+        if self._live is not None:
+            self._try(self._live.stop)
+            self._live = None
+
+    def _try(self, show: Callable[[], None]) -> None:
+        try:
+            show()
+        except OSError:
+            self._console = Console(quiet=True)
+            self._live = None
+
+
+def progress_text(metrics: StepMetrics, *, num_steps: int) -> str:
+    """What the progress line says after the step number."""
+    left = timedelta(seconds=round((num_steps - metrics.step) * metrics.step_seconds))
+    parts = [f"loss {_decimals(metrics.loss, 4)}"]
+    if metrics.val_loss is not None:
+        parts.append(f"val {_decimals(metrics.val_loss, 4)}")
+    parts += [f"grad {_decimals(metrics.grad_norm, 3)}", f"lr {metrics.lr:.2e}"]
+    parts.append(f"{metrics.tokens_per_s:,.0f} tok/s")
+    if metrics.mfu is not None:
+        parts.append(f"mfu {100 * metrics.mfu:.1f} %")
+    return "  ".join([*parts, f"{left} left"])
+
+
+def _decimals(value: float | None, num_decimals: int) -> str:
+    return "none" if value is None else f"{value:.{num_decimals}f}"
