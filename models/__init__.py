@@ -1,0 +1,14 @@
+"""The models room: V4.1 and V4 as a list of half-layer units. May import torch; no pipeline, no rank.
+
+Start at `dims.unit_specs` (the list, in numbers, no torch), then `units.build_unit` (one entry as a
+module), `carry.Carry` (what passes from unit to unit).
+
+numbers     dims, parameters, presets, engram_hash (all without torch)
+contracts   carry, linear (weight gradients that can wait), init
+documents   packed documents: starts, groups, visible entries; used wherever attention looks back
+attention   attention (V4.1), attention_v4, rope, quantize, norm
+residual    mhc (V4.1), mhc_v4, engram
+experts     moe, router, experts
+ends        units (embedding and the assembly of all), head
+kernels/    faster versions, each beside its naive reference
+"""
