@@ -1,0 +1,321 @@
+"""Every key of a config file, as frozen structs: one struct a TOML section, one field a key.
+
+Under each field: what it means, its unit, why the default is what it is, and its numeric class:
+
+    bitwise           any value gives the same losses, bit for bit (fp32, CPU, one thread)
+    summation order   the same sums in another order
+    changes numerics  other losses
+    no numerics       does not touch a tensor that is trained
+
+Ranges and choices stand in the types; what concerns two keys at once is in `config_rules.py`, as is
+the list of what is not built yet.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta, Struct
+
+from ppruntime.models.dims import ModelDims
+
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=65536)]
+Steps: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000_000)]
+Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=86_400)]
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+Positive: TypeAlias = Annotated[float, Meta(gt=0)]
+NotNegative: TypeAlias = Annotated[float, Meta(ge=0)]
+
+ScheduleName: TypeAlias = Literal[
+    "gpipe",
+    "1f1b",
+    "async_1f1b",
+    "1f1b_w",
+    "interleaved_1f1b",
+    "interleaved_zb1p",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "dualpipe_v",
+]
+TRAIN_KEYS_OF_DIMS = ("balance_loss_weight", "force_balanced_routing")
+"""Fields of `ModelDims` that are keys of [train], since they are no property of a checkpoint."""
+V_SCHEDULES = frozenset({"zb_v", "v_half", "v_min", "dualpipe_v"})
+"""Orders that place stages in a V: rank r holds stages r and 2 P - 1 - r."""
+LOOP_SCHEDULES = frozenset({"interleaved_1f1b", "interleaved_zb1p"})
+"""Orders with several stages per rank, stage s on rank s mod P."""
+Backend: TypeAlias = Literal["reference", "triton", "library"]
+
+
+class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all sections share: immutable, named arguments only, unknown keys refused."""
+
+
+class Model(Section, frozen=True):
+    """`[model]`: `name` picks a preset, every other key replaces that field of its dims."""
+
+    name: str
+    """Preset of `models/dims.py`: tiny, v41-flash, ... Changes numerics."""
+    dims: ModelDims
+    """The sizes, with the section's other keys and `TRAIN_KEYS_OF_DIMS` in them. Not a key itself."""
+
+
+class Pipeline(Section, frozen=True):
+    """`[pp]`: the pipeline, its order of work and its transport."""
+
+    size: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Pipeline ranks. Default: no pipeline. Bitwise."""
+    schedule: ScheduleName = "1f1b"
+    """Order of work. Default: least memory without split backwards. Bitwise."""
+    stages_per_rank: Annotated[int, Meta(ge=1, le=64)] | None = None
+    """Stages on each rank. Default: 2 for interleaved and V orders, else 1. Bitwise."""
+    layers_per_stage: tuple[Annotated[float, Meta(ge=0, le=4096)], ...] | None = None
+    """Layers of each stage in stage order, in multiples of 0.5; the embedding comes on top of the
+    first, final norm and head of the last. Default: the cut that balances FLOPs. Bitwise."""
+    warmup_step: (
+        Annotated[int, Meta(ge=1, le=1024)] | tuple[Annotated[int, Meta(ge=0)], ...] | None
+    ) = None
+    """Extra forwards in flight: s gives rank r s (size - 1 - r) forwards before its first backward, a
+    list gives that number for each rank. Default: 2 for async_1f1b. Bitwise."""
+    transport: Literal["auto", "local", "gloo", "nccl", "copy_engine", "put"] = "auto"
+    """What moves boundaries between ranks. Default: the fastest one that works here. Bitwise."""
+    transport_ctas: Count | None = None
+    """Thread blocks that an nccl transfer may occupy. Default: NCCL's. Bitwise."""
+    gemm_sms: Count | None = None
+    """Multiprocessors that persistent GEMM kernels may occupy. Default: all. Summation order."""
+    nccl_library: str | None = None
+    """Path of the libnccl to load. Default: the installed one. Bitwise."""
+    activation_offload: bool = False
+    """Keep in-flight micro-batches' saved activations in host memory. Bitwise."""
+    offload_masters: bool = False
+    """Keep fp32 masters in host memory between a step's first and last forward. Bitwise."""
+    defer_weight_grads: bool = False
+    """Compute weight gradients after the input gradient is on its way. Bitwise."""
+    recv_lead: Annotated[int, Meta(ge=0, le=1024)] | None = None
+    """Receives are posted at most this many ops ahead of their reader, and at most this many are
+    pending. Default: as early as a slot is free. Bitwise."""
+    timeout_seconds: Seconds = 300.0
+    """Longest wait for one transfer. Default: above any healthy step. No numerics."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages per rank, the schedule's own number where the file gives none."""
+        if self.stages_per_rank is not None:
+            return self.stages_per_rank
+        return 2 if self.schedule in V_SCHEDULES | LOOP_SCHEDULES else 1
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.size * self.num_chunks
+
+
+class Parallel(Section, frozen=True):
+    """`[parallel]`: the other mesh axes. World size = pp.size x dp x ep."""
+
+    dp: Annotated[int, Meta(ge=1, le=65536)] = 1
+    """Data-parallel replicas of each expert shard. Summation order."""
+    ep: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """Expert-parallel ranks; each holds 1/ep of the experts and data of its own. Summation order."""
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that read different data: dp x ep."""
+        return self.dp * self.ep
+
+
+class Train(Section, frozen=True):
+    """`[train]`: how much of what is trained."""
+
+    num_micro_batches: Count = 8
+    """Micro-batches of one data rank in one step. Summation order."""
+    micro_batch_size: Count = 1
+    """Sequences in a micro-batch. Summation order."""
+    seq_len: Annotated[int, Meta(ge=2, le=1_048_576)] = 4096
+    """Tokens in a sequence. Changes numerics."""
+    steps: Steps = 100
+    """Optimizer steps of the whole run. Changes numerics (the learning rate's end depends on it)."""
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    """Seed of the weights and of the data order. Changes numerics."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """Type in which the model computes; masters and sums are fp32. Changes numerics."""
+    eval_interval: Steps | None = None
+    """Steps between two validation losses. Default: none. No numerics."""
+    eval_steps: Steps = 1
+    """Global batches of one validation loss. No numerics."""
+    balance_loss_weight: NotNegative = 1e-4
+    """Weight of the sequence balance loss of the MoE layers; 0 leaves it out. Goes into the model's
+    dims. Changes numerics."""
+    routing_bias_rate: NotNegative = 0.0
+    """Step of the sign rule that moves the routing bias; 0 leaves the bias alone. Changes numerics."""
+    force_balanced_routing: bool = False
+    """Route tokens to experts by arithmetic instead of by the router, for benches. Goes into the
+    model's dims. Changes numerics."""
+
+
+class Data(Section, frozen=True):
+    """`[data]`: where tokens come from."""
+
+    type: Literal["tokens", "stdlib", "random", "counting"] = "tokens"
+    """tokens: a file that `ppruntime data build` made. stdlib: the Python standard library's sources as
+    bytes, built on first use. random and counting: made up, for benches. Changes numerics."""
+    path: str | None = None
+    """Prefix of the token file (PREFIX.bin and PREFIX.idx), from the working directory. Default for
+    stdlib: runs/data/stdlib-VERSION. Changes numerics."""
+    validation_share: Annotated[float, Meta(ge=0, le=0.5)] = 0.01
+    """Share of the documents that is held out for validation; the same ones for every seed.
+    Changes numerics."""
+    reset_positions: bool = True
+    """Positions restart at each document, so that attention stays inside it. Changes numerics."""
+    ignore_tokens: tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...] = ()
+    """Token ids that are never a label (fill, end of document). Changes numerics."""
+
+
+class Optim(Section, frozen=True):
+    """`[optim]`: the optimizer and its learning rate: linear warm-up, then a cosine to min_lr."""
+
+    type: Literal["adamw", "sign_sgd", "muon"] = "adamw"
+    """Update rule. Changes numerics."""
+    lr: Positive = 3e-4
+    """Highest learning rate. Changes numerics."""
+    min_lr: NotNegative = 0.0
+    """Learning rate of the last step. Changes numerics."""
+    warmup_steps: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
+    """Steps over which the learning rate rises linearly to lr. Changes numerics."""
+    betas: tuple[
+        Annotated[float, Meta(ge=0, lt=1)],
+        Annotated[float, Meta(ge=0, lt=1)],
+    ] = (0.9, 0.95)
+    """Decay of the two moments. Changes numerics."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment. Changes numerics."""
+    weight_decay: NotNegative = 0.1
+    """Decay of matrices, decoupled; vectors and scalars have none. Changes numerics."""
+    clip_norm: Positive | None = None
+    """Gradients are scaled down to this global norm. Default: never. Changes numerics."""
+
+
+class Checkpoint(Section, frozen=True):
+    """`[checkpoint]`: when weights and optimizer are saved; the last step always is."""
+
+    interval: Steps | None = None
+    """Steps between two checkpoints. Default: only the last step. No numerics."""
+    keep_last: Annotated[int, Meta(ge=2, le=65536)] = 3
+    """Newest checkpoints that are kept. Two at least, so that one survives a failed save. No numerics."""
+    resume: Literal["auto", "require", "never"] = "auto"
+    """auto: go on if run.dir holds a checkpoint. require: refuse to start without one. never: refuse
+    to start with one. No numerics."""
+
+
+class Run(Section, frozen=True):
+    """`[run]`: where a run writes, and on what it runs."""
+
+    dir: str | None = None
+    """Run directory; it resumes if it holds a checkpoint. Default: a new runs/NAME-NN. No numerics."""
+    log_interval: Steps = 1
+    """Steps between two progress lines. No numerics."""
+    timeline_step: Annotated[int, Meta(ge=0)] | None = None
+    """Step whose op times become the timeline, from 0. Default: the last one. No numerics."""
+    tensorboard: bool = True
+    """Write TensorBoard events when the package is there. No numerics."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What the ranks compute on. Default: cuda where there is one per rank. Summation order."""
+    num_threads: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """CPU threads of one rank's operators. Default: one, since ranks share the cores and one thread
+    makes sums repeatable. Summation order."""
+
+
+class ActivationCheckpointing(Section, frozen=True):
+    """`[ac]`: which activations are recomputed in the backward instead of kept."""
+
+    mode: Literal["none", "full", "full_moe", "projections", "attention", "matmul"] = "none"
+    """What each half-layer recomputes. Default: nothing, the fastest. Bitwise."""
+    layer_modes: dict[str, str | tuple[str, str]] | None = None
+    """Other modes for some layers, by number in the whole model. Bitwise."""
+    recompute_engram: bool = False
+    """Recompute Engram lookups too. Bitwise."""
+
+
+class Dispatch(Section, frozen=True):
+    """`[moe.dispatch]`: how tokens reach their experts."""
+
+    type: Literal["torch", "deep_ep", "mega_moe"] = "torch"
+    """torch: all-to-all in plain PyTorch, runs everywhere. Summation order."""
+
+
+class ExpertCompute(Section, frozen=True):
+    """`[moe.compute]`: how experts multiply."""
+
+    backend: Literal["torch", "triton", "deep_gemm"] = "torch"
+    """torch: plain PyTorch, the reference, runs everywhere. Changes numerics (FP8 backends)."""
+
+
+class Moe(Section, frozen=True):
+    """`[moe]`: the mixture-of-experts layer."""
+
+    dispatch: Dispatch = Dispatch()
+    compute: ExpertCompute = ExpertCompute()
+
+
+class Kernels(Section, frozen=True):
+    """`[kernels]`: who computes what. `reference` is plain PyTorch, the yardstick of the others."""
+
+    attention: Backend = "reference"
+    """Sparse attention, with the inverse rotation of its output. Summation order."""
+    indexer: Backend = "reference"
+    """Indexer scores and top-k. Bitwise on equal scores."""
+    mhc: Backend = "reference"
+    """Collapse, expansion and Sinkhorn of the residual streams. Summation order."""
+    rope: Backend = "reference"
+    """Rotation of the rotary channels. Bitwise."""
+    grouped_output: Backend = "reference"
+    """Grouped first half of the output projection. Summation order."""
+    engram: Backend = "reference"
+    """Engram lookups and gate. Summation order."""
+    linear: Backend = "reference"
+    """Dense projections. Changes numerics (FP8)."""
+    head: Backend = "reference"
+    """Final norm, projection to the vocabulary and cross-entropy. Summation order."""
+
+
+class Fault(Section, frozen=True):
+    """`[fault]`: what happens when something goes wrong."""
+
+    init_timeout_seconds: Seconds = 300.0
+    """Longest wait for all ranks to join. No numerics."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient norm that is not finite does: stop the run before the update, or skip
+    the update. Changes numerics."""
+
+
+class Config(Section, frozen=True):
+    """One run. Make it with `ppruntime.config.load`, which checks it."""
+
+    model: Model
+    pp: Pipeline = Pipeline()
+    parallel: Parallel = Parallel()
+    train: Train = Train()
+    data: Data = Data()
+    optim: Optim = Optim()
+    checkpoint: Checkpoint = Checkpoint()
+    run: Run = Run()
+    ac: ActivationCheckpointing = ActivationCheckpointing()
+    moe: Moe = Moe()
+    kernels: Kernels = Kernels()
+    fault: Fault = Fault()
+
+    @property
+    def world_size(self) -> int:
+        """Processes that the run needs: pp.size x dp x ep."""
+        return self.pp.size * self.parallel.num_data_ranks
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences in one optimizer step, over all data ranks."""
+        return (
+            self.train.num_micro_batches
+            * self.train.micro_batch_size
+            * self.parallel.num_data_ranks
+        )

@@ -1,0 +1,250 @@
+"""Collects the values of a config and everything that is wrong with them, and knows who set what."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from ppruntime.config_errors import (
+    COMMAND_LINE,
+    ConfigError,
+    Mistake,
+    Place,
+    convert,
+    did_you_mean,
+    show,
+    wrong_value,
+)
+from ppruntime.config_keys import TRAIN_KEYS_OF_DIMS, Config, Model, Section, Train
+from ppruntime.models.dims import ModelDims, preset
+from ppruntime.models.presets import PRESETS
+from ppruntime.toml_places import KeyPath, key_lines
+
+_LARGEST_FILE_BYTES = 1 << 20  # a config is a page of text; more is a mistake or an attack
+_UNSET = "default"
+
+
+@dataclass
+class Reading:
+    """The values so far, the place that set each, and the mistakes found.
+
+    Call `add_file` and `add_override` in the order in which they win, then `config`.
+    """
+
+    # Any, here and below: whatever TOML can hold, until a struct's field has checked it.
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[KeyPath, Place] = field(default_factory=dict)
+    mistakes: list[Mistake] = field(default_factory=list)
+    start: Place = Place(COMMAND_LINE)
+    """Stands for the place of a value that nobody set."""
+
+    def add_file(self, path: Path) -> None:
+        """Lays the file's values over those that are there: tables key by key, others as a whole."""
+        source = str(path)
+        if self.start.source == COMMAND_LINE:
+            self.start = Place(source, 1)
+        try:
+            text = _read(path)
+            table = tomllib.loads(text)
+            lines = key_lines(text)
+        except OSError as error:
+            self.mistakes.append(Mistake(Place(source), _no_file(path, error)))
+        except (ValueError, RecursionError) as error:
+            self.mistakes.append(_no_toml(source, error))
+        else:
+            self.places |= {path: Place(source, line) for path, line in lines.items()}
+            _overlay(self.values, table)
+
+    def add_override(self, text: str) -> None:
+        """Lays `section.key=value` over the values that are there."""
+        name, equals, value = (part.strip() for part in text.partition("="))
+        path = tuple(part.strip() for part in name.split("."))
+        if not equals or len(path) < 2 or not all(path):
+            words = "is not an override; write section.key=value, such as pp.size=2"
+            self.mistakes.append(Mistake(Place(COMMAND_LINE), f"{show(text)} {words}"))
+            return
+        self.places |= {path[:n]: Place(COMMAND_LINE) for n in range(1, len(path) + 1)}
+        table: Any = (
+            None if value == _UNSET else _override_value(value, _key_types(path[:-1]).get(path[-1]))
+        )
+        for part in reversed(path):
+            table = {part: table}
+        _overlay(self.values, table)
+
+    def config(self) -> Config:
+        """The values as structs. Raises ConfigError with all the mistakes so far, if there is one."""
+        section_types = {f.name: f.type for f in msgspec.structs.fields(Config)}
+        made: dict[str, Any] = {"train": Train()}
+        for name, value in ({"model": {}} | self.values).items():
+            if name == "model":
+                made[name] = self._model(value)
+            elif name in section_types:
+                made[name] = self._section(section_types[name], value, (name,))
+            else:
+                self.complain((name,), _no_section(name))
+        self.stop_if_wrong()
+        in_dims = {name: getattr(made["train"], name) for name in TRAIN_KEYS_OF_DIMS}
+        dims = replace(made["model"].dims, **in_dims)
+        return Config(**made | {"model": replace(made["model"], dims=dims)})
+
+    def is_set(self, key: str) -> bool:
+        """Whether a file or the command line gives `section.key` a value."""
+        target: Any = self.values
+        for name in key.split("."):
+            target = target.get(name) if isinstance(target, dict) else None
+        return target is not None
+
+    def complain(self, path: KeyPath, text: str) -> None:
+        """Records a mistake at the place that set `path`, else its section, else the first file."""
+        while path and path not in self.places:
+            path = path[:-1]
+        self.mistakes.append(Mistake(self.places.get(path, self.start), text))
+
+    def stop_if_wrong(self) -> None:
+        """Raises ConfigError if there was a mistake so far."""
+        if self.mistakes:
+            raise ConfigError("\n".join(str(mistake) for mistake in self.mistakes))
+
+    def _section(
+        self, section_type: type[Section], table: Any, path: tuple[str, ...]
+    ) -> Section | None:
+        """A struct of the table's values; a wrong one is recorded and takes its default."""
+        values = self._values(_fields(section_type), table, path)
+        return None if values is None else section_type(**values)
+
+    def _model(self, table: Any) -> Model | None:
+        """`name` picks the preset, every other key replaces a field of it."""
+        values = self._values(_key_types(("model",)), table, ("model",))
+        if values is None:
+            return None
+        name = values.pop("name", None)
+        if name not in PRESETS:
+            text = (
+                f"model.name = {show(name)} is not a model; expected one of {', '.join(map(show, PRESETS))}"
+                + did_you_mean(name, PRESETS)
+                if name is not None
+                else f'model.name is missing; write name = "tiny" or another of {", ".join(PRESETS)}'
+            )
+            self.complain(("model", "name"), text)
+            return None
+        return Model(name=name, dims=replace(preset(name), **values))
+
+    def _values(
+        self, types: Mapping[str, Any], table: Any, path: tuple[str, ...]
+    ) -> dict[str, Any] | None:
+        """The table's values, each as its field's type has it. None if the table is not a table."""
+        section = ".".join(path)
+        if not isinstance(table, dict):
+            self.complain(
+                path, f"{section} = {show(table)} is not allowed; {section} is a section of keys"
+            )
+            return None
+        values: dict[str, Any] = {}
+        for name, value in table.items():
+            key = f"{section}.{name}"
+            if name not in types:
+                self.complain((*path, name), _no_key(key, types))
+            elif value is None:
+                continue  # taken back by `default`
+            elif isinstance(types[name], type) and issubclass(types[name], Section):
+                values[name] = self._section(types[name], value, (*path, name))
+            else:
+                try:
+                    values[name] = convert(value, types[name])
+                except msgspec.ValidationError:
+                    self.complain((*path, name), wrong_value(key, value, types[name]))
+        return values
+
+
+def _read(path: Path) -> str:
+    with path.open("rb") as file:
+        data = file.read(_LARGEST_FILE_BYTES + 1)
+    if len(data) > _LARGEST_FILE_BYTES:
+        raise ValueError(f"the file is larger than {_LARGEST_FILE_BYTES} bytes")
+    return data.decode()
+
+
+def _no_file(path: Path, error: OSError) -> str:
+    """Why a file cannot be read, with the nearest name beside it."""
+    near: list[str] = []
+    if isinstance(error, FileNotFoundError) and path.parent.is_dir():
+        names = [p.name for p in path.parent.glob("*.toml")]
+        near = difflib.get_close_matches(path.name, names, n=1)
+    hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+    return f"cannot be read: {error.strerror or error}{hint}"
+
+
+def _no_toml(source: str, error: Exception) -> Mistake:
+    """tomllib's words, with the line in front where it says one."""
+    if isinstance(error, RecursionError):
+        return Mistake(Place(source, 1), "not legal TOML: nested too deeply")
+    words, line, column = str(error), 1, ""
+    if match := re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", words, re.DOTALL):
+        words, line, column = match[1], int(match[2]), f" (column {match[3]})"
+    return Mistake(Place(source, line), f"not legal TOML: {words}{column}")
+
+
+def _overlay(under: dict[str, Any], over: dict[str, Any]) -> None:
+    """Puts the values of `over` into `under`: tables key by key, anything else as a whole."""
+    for name, value in over.items():
+        if isinstance(value, dict) and isinstance(under.get(name), dict):
+            _overlay(under[name], value)
+        else:
+            under[name] = value
+
+
+def _override_value(text: str, key_type: Any) -> Any:
+    """`text` as TOML; as a plain text where it is no TOML, or where the key only takes texts."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text
+    for candidate in (value, text):
+        try:
+            convert(candidate, key_type)
+        except (msgspec.ValidationError, TypeError):
+            continue
+        return candidate
+    return value
+
+
+def _fields(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    return {f.name: f.type for f in msgspec.structs.fields(struct)}
+
+
+def _key_types(path: tuple[str, ...]) -> dict[str, Any]:
+    """Name -> type of the keys in the section at `path`; empty if there is no such section."""
+    if path == ("model",):
+        dims = _fields(ModelDims)
+        return {"name": str} | {name: dims[name] for name in dims if name not in TRAIN_KEYS_OF_DIMS}
+    types = _fields(Config)
+    for name in path:
+        section = types.get(name)
+        if not (isinstance(section, type) and issubclass(section, Section)):
+            return {}
+        types = _fields(section)
+    return types
+
+
+def _no_section(name: str) -> str:
+    sections = _fields(Config)
+    owner = next((s for s in sections if name in _key_types((s,))), None)
+    if owner is not None:
+        return f"{name} is not a section; it is a key of [{owner}], write {owner}.{name}"
+    return f"{name} is not a section; expected one of {', '.join(sections)}{did_you_mean(name, sections)}"
+
+
+def _no_key(key: str, known: Mapping[str, Any]) -> str:
+    section, _, name = key.rpartition(".")
+    if section == "model" and name in TRAIN_KEYS_OF_DIMS:
+        return f"{key} is not a key; write train.{name}"
+    hint = did_you_mean(name, known) or f"; [{section}] has {', '.join(known)}"
+    return f"{key} is not a key{hint}"
