@@ -1,0 +1,184 @@
+"""Runs an order without times: how far each rank gets, and who waits for whom in the end.
+
+Whether an order can hang does not depend on how fast anything is, so one run decides it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from ppruntime.schedules.ops import Kind, Op, Schedule, Step, ops_of
+
+_BACKWARD = (Kind.B, Kind.I)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank that stands still at `op`, the `step`-th of its order, until `peer` runs `awaited`."""
+
+    rank: int
+    step: int
+    op: Op
+    peer: int
+    awaited: Op
+    for_slot: bool
+    """True if it waits for room in a channel, False if for its input."""
+
+
+@dataclass(slots=True)
+class _Channel:
+    """What one stage sends to a neighbour. `capacity` None: any number of messages fit."""
+
+    src_rank: int
+    dst_rank: int
+    arrived: bytearray
+    capacity: int | None
+    sent: list[int] = field(default_factory=list)
+    num_given_back: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Action:
+    """A part of an op, in the order in which the fields are worked off."""
+
+    step: int
+    op: Op
+    takes: _Channel | None = None
+    gives_back: _Channel | None = None
+    sends: _Channel | None = None
+
+
+def stalled(
+    schedule: Schedule,
+    *,
+    slots: int | Mapping[tuple[int, int, str], int] | None = None,
+    fuse_pairs: bool = False,
+) -> tuple[Wait, ...]:
+    """The waits of the ranks that never get to their end, in rank order; empty if all do.
+
+    A compute op waits for its input: the neighbour's F or I/B, or its SEND where the order has
+    sends. With `slots`, a number for all channels or one each, a message to another rank also waits
+    for a slot: it is given back at its FREE, or without frees when its reader starts.
+    With `fuse_pairs` a pair waits for both inputs before either half runs.
+    """
+    channels = _channels(schedule, slots)
+    kinds = {op.kind for rank in range(schedule.num_ranks) for op in schedule.ops(rank)}
+    programs = [_program(order, channels, kinds, fuse_pairs) for order in schedule.orders]
+    at = [0] * schedule.num_ranks
+    blocked_on: dict[int, int] = {}  # rank -> the rank that has to move first
+    waiters: dict[int, set[int]] = defaultdict(set)
+    ready = deque(range(schedule.num_ranks))
+    while ready:
+        rank = ready.popleft()
+        start = at[rank]
+        peer = _advance(programs[rank], at, rank)
+        if peer is not None:
+            blocked_on[rank] = peer
+            waiters[peer].add(rank)
+        if at[rank] > start and rank in waiters:
+            ready.extend(sorted(waiters.pop(rank)))
+    return tuple(
+        _wait(schedule, rank, program[at[rank]], kinds)
+        for rank, program in enumerate(programs)
+        if at[rank] < len(program)
+    )
+
+
+def _advance(program: list[_Action], at: list[int], rank: int) -> int | None:
+    """Runs one rank until its end or until it has to wait; the rank it waits for, if any."""
+    for position in range(at[rank], len(program)):
+        action = program[position]
+        if action.takes is not None and not action.takes.arrived[action.op.micro_batch]:
+            at[rank] = position
+            return action.takes.src_rank
+        if action.gives_back is not None:
+            action.gives_back.num_given_back += 1
+        channel = action.sends
+        if channel is not None:
+            in_use = len(channel.sent) - channel.num_given_back
+            if channel.capacity is not None and in_use >= channel.capacity:
+                at[rank] = position
+                return channel.dst_rank
+            channel.sent.append(action.op.micro_batch)
+            channel.arrived[action.op.micro_batch] = 1
+    at[rank] = len(program)
+    return None
+
+
+def _channels(
+    schedule: Schedule, slots: int | Mapping[tuple[int, int, str], int] | None
+) -> dict[tuple[int, int, str], _Channel]:
+    channels = {}
+    ranks = schedule.stage_to_rank
+    for s in range(schedule.num_stages - 1):
+        for edge in ((s, s + 1, "F"), (s + 1, s, "B")):
+            src_rank, dst_rank = ranks[edge[0]], ranks[edge[1]]
+            capacity = slots[edge] if isinstance(slots, Mapping) else slots
+            if src_rank == dst_rank:
+                capacity = None  # handed over by reference
+            arrived = bytearray(schedule.num_micro_batches)
+            channels[edge] = _Channel(src_rank, dst_rank, arrived, capacity)
+    return channels
+
+
+def _program(
+    order: Sequence[Step],
+    channels: Mapping[tuple[int, int, str], _Channel],
+    kinds: Set[Kind],
+    fuse_pairs: bool,
+) -> list[_Action]:
+    has_sends = Kind.SEND_F in kinds or Kind.SEND_B in kinds
+    has_frees = Kind.FREE_F in kinds or Kind.FREE_B in kinds
+    program: list[_Action] = []
+    for i, step in enumerate(order):
+        computes: list[_Action] = []
+        sends: list[_Action] = []
+        for op in ops_of(step):
+            s, kind = op.stage, op.kind
+            below, above = channels.get((s - 1, s, "F")), channels.get((s + 1, s, "B"))
+            if kind is Kind.F:
+                computes.append(_Action(i, op, below, None if has_frees else below))
+                out = channels.get((s, s + 1, "F"))
+            elif kind in _BACKWARD:
+                computes.append(_Action(i, op, above, None if has_frees else above))
+                out = channels.get((s, s - 1, "B"))
+            else:
+                if kind is Kind.SEND_F:
+                    sends.append(_Action(i, op, sends=channels.get((s, s + 1, "F"))))
+                elif kind is Kind.SEND_B:
+                    sends.append(_Action(i, op, sends=channels.get((s, s - 1, "B"))))
+                elif kind is Kind.FREE_F:
+                    sends.append(_Action(i, op, gives_back=below))
+                elif kind is Kind.FREE_B:
+                    sends.append(_Action(i, op, gives_back=above))
+                continue
+            if out is not None and not has_sends:
+                sends.append(_Action(i, op, sends=out))
+            if not fuse_pairs:
+                program += computes + sends
+                computes, sends = [], []
+        program += computes + sends
+    return program
+
+
+def _wait(schedule: Schedule, rank: int, action: _Action, kinds: Set[Kind]) -> Wait:
+    """What a blocked action waits for, named as an op."""
+    channel = action.takes
+    if channel is not None and not channel.arrived[action.op.micro_batch]:
+        forward = action.op.kind is Kind.F
+        stage = action.op.stage + (-1 if forward else 1)
+        m, peer, for_slot = action.op.micro_batch, channel.src_rank, False
+        wanted = (Kind.SEND_F, Kind.F) if forward else (Kind.SEND_B, Kind.I, Kind.B)
+    else:
+        channel = action.sends
+        assert channel is not None, "an action waits for its input or for a slot"
+        forward = action.op.kind in (Kind.F, Kind.SEND_F)
+        stage = action.op.stage + (1 if forward else -1)
+        m, peer, for_slot = channel.sent[channel.num_given_back], channel.dst_rank, True
+        wanted = (Kind.FREE_F, Kind.F) if forward else (Kind.FREE_B, Kind.I, Kind.B)
+    there = set(schedule.ops(peer))
+    named = [Op(stage, kind, m) for kind in wanted if kind in kinds]
+    awaited = next((op for op in named if op in there), named[0])
+    return Wait(rank, action.step, action.op, peer, awaited, for_slot)
