@@ -1,0 +1,125 @@
+"""Who this process is: the environment's rank -> its place on the axes pp, dp, ep, and its groups.
+
+The only module that reads the launcher's environment.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+class WorldError(ValueError):
+    """The number of started processes is not what the configuration needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the axes. Ranks of one pipeline lie `dp * ep` apart, so that the expert group of a
+    stage, which talks most, gets neighbouring ranks: those of one host."""
+
+    pp: int
+    dp: int
+    ep: int
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.ep
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that read different data: all of one stage's."""
+        return self.dp * self.ep
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """(pp, dp, ep) of a global rank."""
+        return rank // (self.dp * self.ep), rank // self.ep % self.dp, rank % self.ep
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process and its groups. `mesh` has the axes pp, dp, ep."""
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def pp_rank(self) -> int:
+        return self.layout.place(self.rank)[0]
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the global batch this rank reads."""
+        _, dp, ep = self.layout.place(self.rank)
+        return dp * self.layout.ep + ep
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the other stages of this model replica, by pp rank."""
+        return self.mesh.get_group("pp")
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """The ranks that hold the same stages and read other data."""
+        return self.mesh["dp"]
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("dp")
+
+    def pipeline_peers(self) -> tuple[int, ...]:
+        """Global rank of each pp rank in this pipeline."""
+        return tuple(dist.get_process_group_ranks(self.pipeline_group))
+
+
+def started_world() -> int:
+    """How many processes the launcher started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_world(layout: Layout) -> None:
+    """Raises WorldError unless the launcher started as many processes as the layout needs."""
+    world = started_world()
+    if world != layout.world:
+        raise WorldError(
+            f"pp.size {layout.pp} x parallel.dp {layout.dp} x parallel.ep {layout.ep} needs"
+            f" {layout.world} processes, the launcher started {world};"
+            f" use torchrun --nproc-per-node {layout.world} (in all) or change one of the three"
+        )
+
+
+def join(layout: Layout, *, timeout_seconds: float) -> Ranks:
+    """Joins the process group and makes the mesh. Without a launcher the world is this process."""
+    check_world(layout)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    timeout = timedelta(seconds=timeout_seconds)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            backend, store=HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+    mesh = init_device_mesh(
+        device.type, (layout.pp, layout.dp, layout.ep), mesh_dim_names=("pp", "dp", "ep")
+    )
+    return Ranks(layout, dist.get_rank(), device, mesh)
+
+
+def leave() -> None:
+    """Leaves the process group. Does nothing when there is none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
