@@ -5,6 +5,7 @@ Rank 0 alone makes these objects; every other rank passes nothing and prints not
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -92,7 +93,7 @@ class MetricsLog:
         checkpoint this start goes on from, 0 for a start from scratch."""
         self._file = path.open("ab")
         self._resumed_at: int | None = resumed_at if self._file.tell() else None
-        if self._file.tell() and path.read_bytes()[-1:] != b"\n":
+        if self._file.tell() and not _ends_with_newline(path):
             self._file.write(b"\n")  # a start that was killed left half a line
         self._warn = warn
         self._board: Any = None  # a third party's type, imported only if wanted
@@ -118,7 +119,7 @@ class MetricsLog:
     def _open_board(self, folder: Path, resumed_at: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._board = SummaryWriter(str(folder), purge_step=resumed_at + 1)  # type: ignore[no-untyped-call]
+        self._board = SummaryWriter(str(folder), purge_step=resumed_at + 1)
 
     def _write_board(self, metrics: StepMetrics) -> None:
         for name, value in asdict(metrics).items():
@@ -131,6 +132,12 @@ class MetricsLog:
         except Exception as error:  # whatever goes wrong in it, training is worth more
             self._board = None
             self._warn(f"TensorBoard is off: {type(error).__name__}: {error}")
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
 
 
 def read_metrics(path: Path) -> tuple[StepMetrics, ...]:
@@ -160,7 +167,7 @@ def read_metrics(path: Path) -> tuple[StepMetrics, ...]:
 
 
 class ProgressLine:
-    """Shows training as it goes: one live line on a terminal, a line each `interval` steps elsewhere.
+    """Shows training: one live line on a terminal, else a line each `interval` steps.
 
     Output that can no longer be written (a closed pipe) is given up; training goes on.
     """

@@ -1,12 +1,13 @@
-"""A run's directory: one place that only ever gains files, used by one run at a time.
+"""A run's directory: a history that is only ever added to, used by one run at a time.
 
     runs/tiny-01/
         run.json              marks the directory as ours, written once
         config-01.toml        resolved configuration, one a start
         metrics.jsonl         one line a step, appended
-        status.json           how it stands or how it ended; the only file that is replaced
         ckpt/step-00000010/   committed checkpoints (checkpoint.py)
-        timeline-00000010.svg, trace-00000010.json, tensorboard/
+        tensorboard/          events, if the package is there
+        status.json           how it stands or how it ended; replaced
+        timeline.svg          ops of one step of the last start; replaced, like trace.json
         lock                  who uses it now
 
 Rank 0 opens the directory; the other ranks are told its path.
@@ -110,11 +111,13 @@ class RunDir:
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
-    def timeline(self, step: int) -> Path:
-        return self.path / f"timeline-{step:08d}.svg"
+    @property
+    def timeline(self) -> Path:
+        return self.path / "timeline.svg"
 
-    def trace(self, step: int) -> Path:
-        return self.path / f"trace-{step:08d}.json"
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
 
     def add_config(self, text: str) -> Path:
         """Stores this start's resolved configuration under the next free number; gives its path."""
@@ -154,10 +157,10 @@ class RunDir:
         self.close()
 
 
-def new_run(root: Path, name: str) -> RunDir:
-    """Makes and opens `root/NAME-NN` with the smallest number above all that are there.
+def new_run_dir(root: Path, name: str) -> Path:
+    """Makes `root/NAME-NN` with the smallest number above all that are there, and gives its path.
 
-    Two starts at once get two directories. Raises RunDirError for a name that is no plain file name.
+    Two starts at once get two directories. Raises RunDirError for a name that is no plain name.
     """
     check_name(name)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -169,14 +172,14 @@ def new_run(root: Path, name: str) -> RunDir:
         path = root / f"{name}-{number:02d}"
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-            return open_run(path)
+            return path
 
 
 def open_run(path: Path) -> RunDir:
     """Opens a run directory that the user named, makes it if need be, and locks it.
 
-    Raises RunDirError for a link, for a directory with files that are not a run's, and while another
-    process uses it. The lock of a process that died is taken over.
+    Raises RunDirError for a link, for a directory with files that are not a run's, and while
+    another process uses it. The lock of a process that died is taken over.
     """
     if path.is_symlink():
         raise RunDirError(f"{path} is a link; name the directory itself as run.dir")
