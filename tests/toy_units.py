@@ -89,8 +89,8 @@ def toy_units(num_halves: int, seed: int) -> list[nn.Module]:
 
 
 def live_after(num_units: int) -> list[tuple[str, ...]]:
-    """Fields alive after each unit: kv and slots from their source to the last unit before a new one
-    or the head."""
+    """Fields alive after each unit: kv and slots from their source to the last unit before a new
+    one or the head."""
     live: list[tuple[str, ...]] = [("streams", "mix")]
     for index in range(num_units - 2):
         shared = index % 6 >= 1 and index % 6 < 5 and index < num_units - 3

@@ -64,7 +64,8 @@ def run_chain(stages: list[Stage], batches: list, *, split: bool) -> list[Tensor
 
 
 def reference(num_halves: int, seed: int, batches: list) -> tuple[list[Tensor], list[Tensor]]:
-    """Losses and gradients of one process that accumulates over micro-batches, by plain autograd."""
+    """Losses and gradients of one process that accumulates over micro-batches, by plain
+    autograd."""
     units = toy_units(num_halves, seed)
     losses = []
     for batch in batches:
