@@ -18,35 +18,47 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ppruntime.schedules import one_f_one_b as _1f1b
 from ppruntime.schedules import placement
-from ppruntime.schedules.ops import Schedule, ScheduleError, Step
-from ppruntime.schedules.passes import defer_weight_grads, drop_micro_batches
+from ppruntime.schedules.dualpipe_v import dualpipe_v
+from ppruntime.schedules.one_f_one_b import gpipe, interleaved, one_f_one_b, warmup_vector
+from ppruntime.schedules.ops import Op, Schedule, ScheduleError, Step
+from ppruntime.schedules.passes import drop_micro_batches
+from ppruntime.schedules.v_schedules import v_half, v_min
+from ppruntime.schedules.zero_bubble import delay_weights, interleaved_zb1p, zb_h1, zb_h2, zb_v
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What one rank's order is built for."""
+    """What an order is built for. `num_warmup` has one number a rank."""
 
-    rank: int
     num_ranks: int
     stages_per_rank: int
     num_micro_batches: int
-    num_warmup: int
+    num_warmup: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """How an order is made. `stages_per_rank` None: any number, 2 if not said."""
+    """How an order is made: `build` gives the order of every rank."""
 
-    build: Callable[[_Request], Sequence[Step]]
+    build: Callable[[_Request], Sequence[Sequence[Step]]]
     stages_per_rank: int | None = 1
+    """None: any number, 2 if not said."""
+    is_v: bool = False
     built_for: Callable[[int, int], int] = lambda num_ranks, num_micro_batches: num_micro_batches
-    """(ranks, micro-batches) -> micro-batches that the definition allows, at least as many; those
-    in excess are dropped."""
+    """(ranks, micro-batches) -> the next number of micro-batches that the definition allows."""
     warmup_step: int | None = None
     """The default; None where the order has no choice."""
-    defers_weight_grads: bool = False
+
+
+def _each_rank(
+    order: Callable[[int, _Request], Sequence[Step]],
+) -> Callable[[_Request], list[Sequence[Step]]]:
+    return lambda q: [order(rank, q) for rank in range(q.num_ranks)]
+
+
+def _warmed_up(rank: int, q: _Request) -> list[Op]:
+    return one_f_one_b(rank, q.num_micro_batches, q.num_warmup[rank])
 
 
 def _whole_rounds(num_ranks: int, num_micro_batches: int) -> int:
@@ -54,22 +66,45 @@ def _whole_rounds(num_ranks: int, num_micro_batches: int) -> int:
 
 
 _ORDERS = {
-    "gpipe": _Order(lambda q: _1f1b.gpipe(q.rank, q.num_micro_batches)),
+    "gpipe": _Order(_each_rank(lambda r, q: gpipe(r, q.num_micro_batches))),
     "1f1b": _Order(
-        lambda q: _1f1b.one_f_one_b(q.rank, q.num_micro_batches, q.num_ranks - 1 - q.rank)
+        _each_rank(lambda r, q: one_f_one_b(r, q.num_micro_batches, q.num_ranks - 1 - r))
     ),
-    "async_1f1b": _Order(
-        lambda q: _1f1b.one_f_one_b(q.rank, q.num_micro_batches, q.num_warmup), warmup_step=2
-    ),
-    "1f1b_w": _Order(
-        lambda q: _1f1b.one_f_one_b(q.rank, q.num_micro_batches, q.num_warmup),
-        warmup_step=1,
-        defers_weight_grads=True,
-    ),
+    "async_1f1b": _Order(_each_rank(_warmed_up), warmup_step=2),
+    "1f1b_w": _Order(_each_rank(lambda r, q: delay_weights(_warmed_up(r, q), 0)), warmup_step=1),
     "interleaved_1f1b": _Order(
-        lambda q: _1f1b.interleaved(q.rank, q.num_ranks, q.stages_per_rank, q.num_micro_batches),
+        _each_rank(
+            lambda r, q: interleaved(r, q.num_ranks, q.stages_per_rank, q.num_micro_batches)
+        ),
         stages_per_rank=None,
         built_for=_whole_rounds,
+    ),
+    "interleaved_zb1p": _Order(
+        _each_rank(
+            lambda r, q: interleaved_zb1p(r, q.num_ranks, q.stages_per_rank, q.num_micro_batches)
+        ),
+        stages_per_rank=None,
+        built_for=_whole_rounds,
+    ),
+    "zb_h1": _Order(_each_rank(lambda r, q: zb_h1(r, q.num_ranks, q.num_micro_batches))),
+    "zb_h2": _Order(_each_rank(lambda r, q: zb_h2(r, q.num_ranks, q.num_micro_batches))),
+    "zb_v": _Order(
+        _each_rank(lambda r, q: zb_v(r, q.num_ranks, q.num_micro_batches)),
+        stages_per_rank=2,
+        is_v=True,
+        built_for=lambda num_ranks, m: max(m, 2 * num_ranks - 1),
+    ),
+    "v_half": _Order(
+        lambda q: v_half(q.num_ranks, q.num_micro_batches), stages_per_rank=2, is_v=True
+    ),
+    "v_min": _Order(
+        lambda q: v_min(q.num_ranks, q.num_micro_batches), stages_per_rank=2, is_v=True
+    ),
+    "dualpipe_v": _Order(
+        _each_rank(lambda r, q: dualpipe_v(r, q.num_ranks, q.num_micro_batches)),
+        stages_per_rank=2,
+        is_v=True,
+        built_for=lambda num_ranks, m: max(m, 2 * num_ranks),
     ),
 }
 
@@ -107,19 +142,10 @@ def make(
     schedule = Schedule(
         name,
         built_for,
-        placement.loop(num_ranks, stages) if _is_loop(order) else placement.v_shape(num_ranks),
-        tuple(
-            tuple(order.build(_Request(rank, num_ranks, stages, built_for, warmup[rank])))
-            for rank in range(num_ranks)
-        ),
+        placement.v_shape(num_ranks) if order.is_v else placement.loop(num_ranks, stages),
+        tuple(map(tuple, order.build(_Request(num_ranks, stages, built_for, warmup)))),
     )
-    if order.defers_weight_grads:
-        schedule = defer_weight_grads(schedule)
     return drop_micro_batches(schedule, num_micro_batches)
-
-
-def _is_loop(order: _Order) -> bool:
-    return order.stages_per_rank != 2
 
 
 def _stages_per_rank(name: str, order: _Order, asked: int | None) -> int:
@@ -150,4 +176,4 @@ def _warmup(
             )
         return (0,) * num_ranks
     step = order.warmup_step if asked is None else asked
-    return _1f1b.warmup_vector(step, num_ranks, num_micro_batches)
+    return warmup_vector(step, num_ranks, num_micro_batches)
