@@ -93,7 +93,7 @@ def save(
         names = _together(lambda: _write_tensors(temporary, tensors, group), group)
         mine = _together(lambda: [flushed_entry(temporary / name) for name in names], group)
         entries = _gather_entries(mine, group)
-        manifest = Manifest(FORMAT_VERSION, state.step, num_ranks, torch.__version__, entries)
+        manifest = Manifest(FORMAT_VERSION, state.step, num_ranks, str(torch.__version__), entries)
         _on_first_rank(lambda: commit(temporary, target, manifest, state), group)
     except BaseException:
         if rank == 0:

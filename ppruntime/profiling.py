@@ -1,0 +1,377 @@
+"""The measured step: what each rank did when, where its time went, and pictures of both.
+
+The executor gives start, ready and end of every op on the rank's own clock. Here they are brought
+onto one clock, gathered on all pipeline ranks and split into compute, exposed transfer, waiting for
+a peer, and idle. The planned timeline beside it is the same order with the measured op times and
+free transfers: what differs between the two is transfers, jitter and the host.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ppruntime.messages import collective_device, gather_bytes
+from ppruntime.schedules.costs import Costs
+from ppruntime.schedules.draw import Panel, chrome_trace, svg
+from ppruntime.schedules.ops import COMPUTE, Kind, Op, Schedule, parse_op
+from ppruntime.schedules.timeline import TimedOp, Timeline, simulate
+
+_NUM_PINGS = 8
+_NS_PER_MS = 1e6
+
+
+class ProfilingError(RuntimeError):
+    """The measured times of a step contradict each other."""
+
+
+class OpTimes(Protocol):
+    """What the executor measures of one op, in ns of one clock of this rank's."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def start(self) -> int:
+        """The op's turn came."""
+
+    @property
+    def ready(self) -> int:
+        """What it reads was there; `start` where it reads nothing from another op's rank."""
+
+    @property
+    def end(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """How far this rank's clock is ahead of rank 0's."""
+
+    ns: int
+    error_ns: int
+    """The offset is right to within this; 0 where both read the same clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredOp:
+    """One op on the common clock, in ns since the step's first op on any rank."""
+
+    op: Op
+    start: int
+    ready: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """Where one rank's share of a step went, in ns; the four parts add up to the step."""
+
+    compute: int
+    """In F, B, I and W, their inputs at hand."""
+    transfer: int
+    """Exposed transfer: its input was made but had not arrived, or the host was busy with it."""
+    peer: int
+    """Its input was not made yet."""
+    idle: int
+    """Between ops, before the first and after the last."""
+
+    @property
+    def step(self) -> int:
+        return self.compute + self.transfer + self.peer + self.idle
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step of all pipeline ranks. `rows[r]` are rank r's ops in the order they ran."""
+
+    schedule: Schedule
+    rows: tuple[tuple[MeasuredOp, ...], ...]
+
+    @property
+    def step_ns(self) -> int:
+        """First start to last end over all ranks."""
+        return max((row[-1].end for row in self.rows if row), default=0)
+
+    @property
+    def compute_rows(self) -> tuple[tuple[TimedOp, ...], ...]:
+        """F, B, I and W in milliseconds, without their waits; what `schedules.draw` takes."""
+        return tuple(
+            tuple(
+                TimedOp(m.op, rank, m.ready / _NS_PER_MS, m.end / _NS_PER_MS)
+                for m in row
+                if m.op.kind in COMPUTE
+            )
+            for rank, row in enumerate(self.rows)
+        )
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def align_clocks(group: dist.ProcessGroup | None) -> ClockOffset:
+    """How far this rank's `time.perf_counter_ns` is ahead of that of the group's rank 0.
+
+    Ranks on rank 0's host read one and the same clock. For another, the middle of rank 0's shortest
+    ping of eight is taken to be the moment of its answer (Cristian 1989), so half that ping bounds
+    the error. A collective of the group, a few milliseconds long.
+    """
+    if group is None:
+        return ClockOffset(0, 0)
+    boots = gather_bytes(_boot_id(), group)
+    rank = dist.get_rank(group)
+    offset = ClockOffset(0, 0)
+    for peer in (r for r, boot in enumerate(boots) if boot != boots[0]):
+        if rank == 0:
+            _ping(peer, group)
+        elif rank == peer:
+            offset = _answer_pings(group)
+    return offset
+
+
+def _boot_id() -> bytes:
+    # Per boot of a kernel, and all its processes share CLOCK_MONOTONIC.
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+
+
+def _ping(peer: int, group: dist.ProcessGroup) -> None:
+    device = collective_device(group)
+    best = [0, 1 << 62]  # offset, length of the ping
+    answer = torch.zeros(1, dtype=torch.int64, device=device)
+    for _ in range(_NUM_PINGS):
+        sent = time.perf_counter_ns()
+        dist.send(torch.zeros(1, dtype=torch.int64, device=device), group=group, group_dst=peer)
+        dist.recv(answer, group=group, group_src=peer)
+        there = int(answer.item())
+        came = time.perf_counter_ns()
+        if came - sent < best[1]:
+            best = [there - (sent + came) // 2, came - sent]
+    dist.send(torch.tensor(best, device=device), group=group, group_dst=peer)
+
+
+def _answer_pings(group: dist.ProcessGroup) -> ClockOffset:
+    device = collective_device(group)
+    ping = torch.zeros(1, dtype=torch.int64, device=device)
+    for _ in range(_NUM_PINGS):
+        dist.recv(ping, group=group, group_src=0)
+        ping.item()  # on a GPU: until it is there
+        now = torch.tensor([time.perf_counter_ns()], device=device)
+        dist.send(now, group=group, group_dst=0)
+    result = torch.zeros(2, dtype=torch.int64, device=device)
+    dist.recv(result, group=group, group_src=0)
+    offset, length = result.tolist()
+    return ClockOffset(offset, length // 2)
+
+
+def gather_step(
+    schedule: Schedule,
+    times: Sequence[OpTimes],
+    *,
+    offset: ClockOffset,
+    group: dist.ProcessGroup | None,
+) -> MeasuredStep:
+    """Every pipeline rank's ops of one step on rank 0's clock. A collective of the pipeline group.
+
+    Raises ProfilingError where a rank's ops overlap or run backwards.
+    """
+    mine = [(t.op, t.start - offset.ns, t.ready - offset.ns, t.end - offset.ns) for t in times]
+    parts = [
+        msgspec.json.decode(part, type=list[tuple[str, int, int, int]])
+        for part in gather_bytes(msgspec.json.encode(mine), group)
+    ]
+    first = min((start for part in parts for _, start, _, _ in part), default=0)
+    rows = tuple(
+        tuple(
+            MeasuredOp(parse_op(op), start - first, ready - first, end - first)
+            for op, start, ready, end in part
+        )
+        for part in parts
+    )
+    for rank, row in enumerate(rows):
+        _check_row(rank, row)
+    return MeasuredStep(schedule, rows)
+
+
+def _check_row(rank: int, row: Sequence[MeasuredOp]) -> None:
+    before = 0
+    for m in row:
+        if not before <= m.start <= m.ready <= m.end:
+            raise ProfilingError(
+                f"rank {rank} ran {m.op} from {m.start} over {m.ready} to {m.end} ns, and the op"
+                f" before it until {before} ns"
+            )
+        before = m.end
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def split_times(step: MeasuredStep) -> tuple[RankTimes, ...]:
+    """Where each rank's time went. A rank's parts add up to the step, to the nanosecond."""
+    made = {m.op: m.end for row in step.rows for m in row if m.op.kind in COMPUTE}
+    splits = []
+    for row in step.rows:
+        compute = transfer = peer = idle = before = 0
+        for m in row:
+            idle += m.start - before
+            if m.op.kind in COMPUTE:
+                arrived_late = _made_within(m, made)
+                peer += arrived_late - m.start
+                transfer += m.ready - arrived_late
+                compute += m.end - m.ready
+            else:
+                transfer += m.end - m.start
+            before = m.end
+        splits.append(RankTimes(compute, transfer, peer, idle + step.step_ns - before))
+    return tuple(splits)
+
+
+def _made_within(m: MeasuredOp, made: dict[Op, int]) -> int:
+    """When the op's input was made, moved into the op's wait; until then it waited for the peer."""
+    moments = [made[source] for source in _sources(m.op) if source in made]
+    return min(max([m.start, *moments]), m.ready)
+
+
+def _sources(op: Op) -> tuple[Op, ...]:
+    """The ops on other stages that may have made what `op` waits for."""
+    if op.kind is Kind.F:
+        return (Op(op.stage - 1, Kind.F, op.micro_batch),)
+    if op.kind in (Kind.B, Kind.I):
+        return tuple(Op(op.stage + 1, kind, op.micro_batch) for kind in (Kind.B, Kind.I))
+    return ()
+
+
+def measured_costs(step: MeasuredStep) -> Costs:
+    """Each stage's median op times in ms. A whole backward is halved where I and W never ran apart;
+    a stage that ran nothing of a kind costs nothing."""
+    num_stages = step.schedule.num_stages
+    samples: dict[tuple[int, Kind], list[float]] = {}
+    for row in step.compute_rows:
+        for timed in row:
+            samples.setdefault((timed.op.stage, timed.op.kind), []).append(
+                timed.finish - timed.start
+            )
+    medians = {key: median(values) for key, values in samples.items()}
+
+    def half(stage: int, kind: Kind) -> float:
+        return medians.get((stage, kind), medians.get((stage, Kind.B), 0.0) / 2)
+
+    return Costs(
+        tuple(medians.get((stage, Kind.F), 0.0) for stage in range(num_stages)),
+        tuple(half(stage, Kind.I) for stage in range(num_stages)),
+        tuple(half(stage, Kind.W) for stage in range(num_stages)),
+    )
+
+
+def planned_step(step: MeasuredStep) -> Timeline:
+    """The step's order in virtual time: measured op times, transfers that take none. In ms."""
+    return simulate(step.schedule, measured_costs(step))
+
+
+def report(step: MeasuredStep) -> str:
+    """A table for people: per rank the shares of the step, in percent."""
+    total = step.step_ns or 1
+    lines = [f"step {step.step_ns / _NS_PER_MS:.2f} ms; share of it in %:"]
+    lines.append(f"{'rank':>4} {'compute':>8} {'transfer':>9} {'peer':>6} {'idle':>6}")
+    for rank, part in enumerate(split_times(step)):
+        shares = [100 * ns / total for ns in (part.compute, part.transfer, part.peer, part.idle)]
+        lines.append(
+            f"{rank:>4} {shares[0]:>8.1f} {shares[1]:>9.1f} {shares[2]:>6.1f} {shares[3]:>6.1f}"
+        )
+    return "\n".join(lines)
+
+
+# --- drawing -------------------------------------------------------------------------------------
+
+
+def write_timeline(step: MeasuredStep, svg_path: Path, trace_path: Path, *, title: str) -> None:
+    """Writes the picture and the trace of a step, planned above measured, on one scale.
+
+    `title` is put in front of the panels' names. The trace opens in Perfetto and chrome://tracing;
+    its `otherData` has each rank's `RankTimes`.
+    """
+    planned = planned_step(step)
+    makespan = step.step_ns / _NS_PER_MS
+    busiest = max((part.compute for part in split_times(step)), default=0) / _NS_PER_MS
+    panels = [
+        Panel(
+            f"{title}, planned: {step.schedule.name}",
+            f"{planned.makespan:.2f} ms, bubble {planned.bubble_fraction:.1%}: each stage's median"
+            " op times, free transfers",
+            planned.rows,
+        ),
+        Panel(
+            f"{title}, measured",
+            f"{makespan:.2f} ms, bubble {(makespan - busiest) / makespan if makespan else 0:.1%}",
+            step.compute_rows,
+        ),
+    ]
+    _replace(svg_path, svg(panels, unit="ms"))
+    _replace(trace_path, json.dumps(_trace(step, planned)))
+
+
+def _trace(step: MeasuredStep, planned: Timeline) -> dict[str, object]:
+    seconds = 1 / 1e3
+    sends = [
+        TimedOp(m.op, rank, m.start / _NS_PER_MS, m.end / _NS_PER_MS)
+        for rank, row in enumerate(step.rows)
+        for m in row
+        if m.op.kind in (Kind.SEND_F, Kind.SEND_B)
+    ]
+    traces = (
+        chrome_trace(planned.rows, seconds_per_unit=seconds, process="planned", pid=0),
+        chrome_trace(step.compute_rows, sends, seconds_per_unit=seconds, process="measured", pid=1),
+    )
+    events = [event for trace in traces for event in json.loads(trace)["traceEvents"]]
+    return {
+        "traceEvents": [*events, *_wait_events(step)],
+        "displayTimeUnit": "ms",
+        "otherData": {
+            f"rank {rank}": {
+                "compute_ns": part.compute,
+                "transfer_ns": part.transfer,
+                "peer_ns": part.peer,
+                "idle_ns": part.idle,
+            }
+            for rank, part in enumerate(split_times(step))
+        },
+    }
+
+
+def _wait_events(step: MeasuredStep) -> Iterable[dict[str, object]]:
+    made = {m.op: m.end for row in step.rows for m in row if m.op.kind in COMPUTE}
+    for rank, row in enumerate(step.rows):
+        for m in row:
+            if m.op.kind not in COMPUTE:
+                continue
+            late = _made_within(m, made)
+            for name, start, end in (
+                ("wait for peer", m.start, late),
+                ("exposed transfer", late, m.ready),
+            ):
+                if end > start:
+                    yield {
+                        "ph": "X",
+                        "name": name,
+                        "cat": "wait",
+                        "pid": 1,
+                        "tid": 2 * rank,
+                        "ts": start / 1e3,
+                        "dur": (end - start) / 1e3,
+                        "args": {"for": str(m.op)},
+                    }
+
+
+def _replace(path: Path, text: str) -> None:
+    """A reader sees the old file or the new one."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text)
+    new.chmod(0o600)
+    new.rename(path)
