@@ -1,0 +1,394 @@
+"""Token files: ids of whole documents on disk, memory-mapped. Start at `TokenFile` and `write`.
+
+The format is Megatron's, so that its files can be read and it can read ours:
+
+    PREFIX.bin   the ids of all documents, one after another, little-endian, one integer type
+    PREFIX.idx   magic, version, type, then where each sequence and each document begins
+    PREFIX.mask  ours, optional: one byte a token, 0 where the token is not to be learnt
+    PREFIX.json  ours, optional: tokenizer, vocabulary, checksums (`TokenFileInfo`)
+
+Nothing in such a file is trusted: every count is checked against the sizes of the files before anything
+is allocated, and whatever does not fit is a DataError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Integers: TypeAlias = NDArray[np.int64]
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, document bounds
+_TYPE_OF_CODE = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_CODE_OF_TYPE = {name: code for code, name in _TYPE_OF_CODE.items()}
+_BLOCK_TOKENS = 1 << 22
+
+
+class DataError(ValueError):
+    """Training data is missing, broken or does not fit the model; the text names file and place."""
+
+
+class TokenFileInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """PREFIX.json: what the ids mean, and what the other files have to be."""
+
+    format: int = 1
+    tokenizer: str
+    """`bytes`, or the name of the tokenizer's file."""
+    tokenizer_sha256: str
+    """Of the tokenizer's file; empty for `bytes`."""
+    vocab_size: int
+    """Ids are below this."""
+    eod: int | None
+    """Id that ends each document; None: documents just end."""
+    num_tokens: int
+    num_documents: int
+    sha256: dict[str, str]
+    """Suffix of a file -> its checksum."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Map:
+    """A file mapped read-only. An empty file has no memory to map."""
+
+    path: Path
+    memory: mmap.mmap | None
+    content: NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """An open token file. Opening reads the index once and maps the rest; it checks everything except
+    the ids themselves (`max_id`, `checksum_problems`)."""
+
+    prefix: Path
+    tokens: NDArray[np.integer]
+    """Ids of all documents, mapped read-only."""
+    document_starts: Integers
+    """Where each document begins in `tokens`, and the end of the last: one entry more than documents."""
+    learn: NDArray[np.uint8] | None
+    """Per token: 0 where it is not to be learnt, mapped read-only. None: learn all."""
+    info: TokenFileInfo | None
+    """What PREFIX.json says, if it is there."""
+    maps: tuple[_Map, ...]
+    """The files behind `tokens` and `learn`."""
+
+    @staticmethod
+    def open(prefix: str | Path) -> TokenFile:
+        """Maps PREFIX.bin and what belongs to it. Raises DataError."""
+        prefix = Path(prefix)
+        index = _map(prefix, "idx")
+        starts, item_type = _parse_index(index.content, index.path)
+        size = int(starts[-1])
+        tokens = _map(prefix, "bin")
+        wanted = size * np.dtype(item_type).itemsize
+        if len(tokens.content) != wanted:
+            raise DataError(
+                f"{tokens.path}: {len(tokens.content)} bytes, its index wants {wanted}; the file is "
+                "truncated or belongs to another index"
+            )
+        maps = [tokens]
+        if _with(prefix, "mask").exists():
+            maps.append(_map(prefix, "mask"))
+            if len(maps[1].content) != size:
+                raise DataError(
+                    f"{maps[1].path}: {len(maps[1].content)} bytes, wanted one for each of the "
+                    f"{size} tokens; build the file anew"
+                )
+        info = _read_info(_with(prefix, "json"))
+        if info is not None and (info.num_tokens, info.num_documents) != (size, len(starts) - 1):
+            raise DataError(
+                f"{_with(prefix, 'json')}: speaks of {info.num_tokens} tokens in "
+                f"{info.num_documents} documents, the index of {size} in {len(starts) - 1}; build "
+                "the file anew"
+            )
+        return TokenFile(
+            prefix=prefix,
+            tokens=tokens.content.view(item_type),
+            document_starts=starts,
+            learn=maps[1].content if len(maps) > 1 else None,
+            info=info,
+            maps=tuple(maps),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.document_starts[-1])
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_starts) - 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that tell this data from other data: from the index, and the sizes."""
+        digest = hashlib.sha256(_with(self.prefix, "idx").read_bytes())
+        digest.update(repr([len(part.content) for part in self.maps]).encode())
+        return digest.hexdigest()[:16]
+
+    def check_unchanged(self) -> None:
+        """Raises DataError if a file was cut short since it was opened: to touch what is no longer
+        there would end the process without a word."""
+        for part in self.maps:
+            if part.memory is not None and part.memory.size() != len(part.content):
+                raise DataError(
+                    f"{part.path}: {part.memory.size()} bytes, {len(part.content)} when it was "
+                    "opened; restart the run when the file is finished"
+                )
+
+    def max_id(self, *, num_samples: int | None = None) -> tuple[int, int]:
+        """The largest id and where it stands in `tokens`; of `num_samples` pages spread over the file, or
+        of all of it. Negative ids, which signed types can hold, count as larger than all others."""
+        page = 4096 if num_samples else _BLOCK_TOKENS
+        starts = np.arange(0, self.num_tokens, page)
+        if num_samples and len(starts) > num_samples:
+            starts = starts[np.linspace(0, len(starts) - 1, num_samples).astype(np.int64)]
+        largest = (-1, 0)
+        for start in starts.tolist():
+            ids = np.asarray(self.tokens[start : start + page]).astype(np.int64).view(np.uint64)
+            at = int(ids.argmax())
+            largest = max(largest, (int(ids[at]), start + at), key=lambda found: found[0])
+        return largest
+
+    def checksum_problems(self) -> list[str]:
+        """Sentences about files whose content is not what PREFIX.json says. Reads everything."""
+        problems = []
+        for suffix, wanted in (self.info.sha256 if self.info else {}).items():
+            path = _with(self.prefix, suffix)
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != wanted:
+                problems.append(
+                    f"{path}: sha256 differs (want {wanted[:12]}..., got {found[:12]}...)"
+                )
+        return problems
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document's ids, and which of them are to be learnt (None: all)."""
+
+    ids: Integers
+    learn: NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the ids of a token file mean."""
+
+    tokenizer: str
+    size: int
+    sha256: str = ""
+    eod: int | None = None
+
+
+def write(
+    prefix: str | Path,
+    documents: Iterable[Document],
+    vocabulary: Vocabulary,
+    *,
+    if_exists: Literal["refuse", "replace", "keep"] = "refuse",
+) -> None:
+    """Writes a token file. Documents without ids are left out.
+
+    All or nothing: files are written beside their places and renamed, the index last, without which
+    there is no token file. With `keep`, several processes may write the same documents at once.
+    Raises DataError for ids outside the vocabulary, for no documents at all, and if it exists.
+    """
+    prefix = Path(prefix)
+    if if_exists == "keep" and _with(prefix, "idx").exists():
+        return
+    if if_exists == "refuse" and _with(prefix, "idx").exists():
+        raise DataError(f"{_with(prefix, 'idx')} exists; remove it or choose another prefix")
+    item_type = "<u1" if vocabulary.size <= 256 else "<u2" if vocabulary.size <= 65536 else "<i4"
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        temporary = {
+            suffix: stack.enter_context(_Temporary(_with(prefix, suffix)))
+            for suffix in ("bin", "mask", "idx", "json")
+        }
+        lengths, has_mask = _write_ids(
+            documents, vocabulary, item_type, temporary["bin"].file, temporary["mask"].file
+        )
+        if not lengths:
+            raise DataError(f"nothing to write to {prefix}: no document has a token")
+        _write_index(temporary["idx"].file, lengths, item_type)
+        kept = ["bin", "mask", "idx"] if has_mask else ["bin", "idx"]
+        info = TokenFileInfo(
+            tokenizer=vocabulary.tokenizer,
+            tokenizer_sha256=vocabulary.sha256,
+            vocab_size=vocabulary.size,
+            eod=vocabulary.eod,
+            num_tokens=sum(lengths),
+            num_documents=len(lengths),
+            sha256={suffix: temporary[suffix].checksum() for suffix in kept},
+        )
+        temporary["json"].file.write(msgspec.json.format(msgspec.json.encode(info)) + b"\n")
+        if if_exists == "replace":
+            for suffix in ("idx", "mask"):
+                _with(prefix, suffix).unlink(missing_ok=True)
+        for suffix in sorted([*kept, "json"], key=lambda s: s == "idx"):
+            temporary[suffix].commit()
+
+
+class _Temporary:
+    """A file that is written beside its place, and is gone unless it is committed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary = path.with_name(f".{path.name}.{os.getpid()}")
+
+    def __enter__(self) -> _Temporary:
+        self.file: BinaryIO = self.temporary.open("w+b")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+        self.temporary.unlink(missing_ok=True)
+
+    def checksum(self) -> str:
+        self.file.seek(0)
+        return hashlib.file_digest(self.file, "sha256").hexdigest()
+
+    def commit(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.temporary.rename(self.path)
+
+
+def _write_ids(
+    documents: Iterable[Document],
+    vocabulary: Vocabulary,
+    item_type: str,
+    ids_file: BinaryIO,
+    mask_file: BinaryIO,
+) -> tuple[list[int], bool]:
+    """Lengths of the documents written, and whether any has tokens that are not to be learnt."""
+    lengths: list[int] = []
+    has_mask = False
+    for document in documents:
+        ids, learn = document.ids, document.learn
+        if len(ids) == 0:
+            continue
+        if ids.min() < 0 or ids.max() >= vocabulary.size:
+            raise DataError(
+                f"document {len(lengths)} has ids {ids.min()} to {ids.max()}, the vocabulary of "
+                f"{vocabulary.tokenizer} ends at {vocabulary.size - 1}"
+            )
+        ids_file.write(ids.astype(item_type).tobytes())
+        mask_file.write(np.ones(len(ids), np.uint8) if learn is None else learn.astype(np.uint8))
+        has_mask |= learn is not None and not learn.all()
+        lengths.append(len(ids))
+    return lengths, has_mask
+
+
+def _write_index(file: BinaryIO, lengths: list[int], item_type: str) -> None:
+    """One sequence a document, as Megatron's own preprocessing does."""
+    sizes = np.asarray(lengths, np.int64)
+    if sizes.max() > np.iinfo(np.int32).max:
+        raise DataError(
+            f"document {sizes.argmax()} has {sizes.max()} tokens, the format ends at 2^31 - 1"
+        )
+    itemsize = np.dtype(item_type).itemsize
+    pointers = (np.cumsum(sizes) - sizes) * itemsize
+    file.write(
+        _HEADER.pack(_MAGIC, _VERSION, _CODE_OF_TYPE[item_type], len(lengths), len(lengths) + 1)
+    )
+    file.write(sizes.astype("<i4").tobytes())
+    file.write(pointers.astype("<i8").tobytes())
+    file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+
+
+def _parse_index(index: NDArray[np.uint8], path: Path) -> tuple[Integers, str]:
+    """Where documents start in the tokens, with the end of the last, and the type of the ids."""
+    if len(index) < _HEADER.size:
+        raise DataError(
+            f"{path}: {len(index)} bytes, a header has {_HEADER.size}; the file is truncated"
+        )
+    magic, version, code, num_sequences, num_bounds = _HEADER.unpack(
+        index[: _HEADER.size].tobytes()
+    )
+    if magic != _MAGIC:
+        raise DataError(f"{path}: not the index of a token file, it does not begin with {_MAGIC!r}")
+    if version != _VERSION:
+        raise DataError(f"{path}: format version {version}, only {_VERSION} can be read")
+    if code not in _TYPE_OF_CODE:
+        raise DataError(
+            f"{path}: type code {code} is no integer type; ids have {sorted(_TYPE_OF_CODE)}"
+        )
+    wanted = _HEADER.size + 12 * num_sequences + 8 * num_bounds
+    # A multimodal index has one more byte for each sequence; what it says does not matter here.
+    if len(index) not in (wanted, wanted + num_sequences):
+        raise DataError(
+            f"{path}: {len(index)} bytes, {num_sequences} sequences and {num_bounds} document bounds want "
+            f"{wanted}; the file is truncated or broken"
+        )
+    if num_sequences == 0 or num_bounds < 2:
+        raise DataError(f"{path}: holds no documents")
+    at = _HEADER.size
+    lengths = np.frombuffer(index, "<i4", num_sequences, at).astype(np.int64)
+    pointers = np.frombuffer(index, "<i8", num_sequences, at + 4 * num_sequences)
+    bounds = np.frombuffer(index, "<i8", num_bounds, at + 12 * num_sequences)
+    if lengths.min() < 1:
+        at_sequence = int(lengths.argmin())
+        raise DataError(
+            f"{path}: sequence {at_sequence} has {lengths[at_sequence]} tokens, at least 1 wanted"
+        )
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    expected = starts[:-1] * np.dtype(_TYPE_OF_CODE[code]).itemsize
+    if (pointers != expected).any():
+        wrong = int((pointers != expected).argmax())
+        raise DataError(
+            f"{path}: sequence {wrong} begins at byte {pointers[wrong]}, the lengths before it end at byte "
+            f"{expected[wrong]}; the file is broken"
+        )
+    if bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 1).any():
+        raise DataError(
+            f"{path}: document bounds have to rise from 0 to {num_sequences}, without empty documents; "
+            "the file is broken"
+        )
+    return starts[bounds], _TYPE_OF_CODE[code]
+
+
+def _read_info(path: Path) -> TokenFileInfo | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=TokenFileInfo)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path}: cannot be read ({error}); remove it or build the file anew"
+        ) from None
+
+
+def _map(prefix: Path, suffix: str) -> _Map:
+    path = _with(prefix, suffix)
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return _Map(path, None, np.empty(0, np.uint8))
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise DataError(
+            f"{path}: no such file; make it with: ppruntime data build --out {prefix} FILES"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    return _Map(path, memory, np.frombuffer(memory, np.uint8))
+
+
+def _with(prefix: Path, suffix: str) -> Path:
+    return prefix.with_name(f"{prefix.name}.{suffix}")
