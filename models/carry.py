@@ -23,6 +23,8 @@ class MicroBatch(NamedTuple):
     """[B, T] int64 next tokens; IGNORED_LABEL where masked, and at a document's last token."""
     positions: Tensor
     """[B, T] int64, restart at 0 with each document; t - positions[t] is where t's document starts."""
+    masked: Tensor | None = None
+    """[B, T] bool: padding and image tokens, which no Engram reads; None where there are none."""
 
 
 class Carry(NamedTuple):

@@ -440,11 +440,7 @@ def _shared_keys(dims: ModelDims, role: Role, layer: int) -> tuple[frozenset[str
 def _size_problems(dims: ModelDims) -> list[str]:
     problems = [
         f"{name} is {getattr(dims, name)}; it has to be at least 1"
-        for name in (
-            "num_layers vocab_size hidden_size num_heads head_dim rope_dim q_lora_rank o_groups"
-            " o_lora_rank window index_heads index_head_dim index_topk num_experts"
-            " experts_per_token num_shared_experts expert_width num_streams sinkhorn_iters"
-        ).split()
+        for name in ["num_layers", "vocab_size", "hidden_size", "num_heads", "head_dim", "rope_dim", "q_lora_rank", "o_groups", "o_lora_rank", "window", "index_heads", "index_head_dim", "index_topk", "num_experts", "experts_per_token", "num_shared_experts", "expert_width", "num_streams", "sinkhorn_iters"]
         if getattr(dims, name) < 1
     ]
     if dims.rope_dim % 2 or dims.rope_dim > min(dims.head_dim, dims.index_head_dim):

@@ -1,4 +1,7 @@
-"""A linear layer whose weight gradient can be put off: `I` now, `W` when the order says so."""
+"""Linear layers whose weight gradient can be put off: `I` now, `W` when the order says so.
+
+Shape letters: N rows, I input width, O output width, G groups.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ppruntime.models.precision import widened
 
 
 class WeightGradQueue:
@@ -35,6 +39,19 @@ class WeightGradQueue:
         return tasks
 
 
+class Deferrable(nn.Module):
+    """A layer whose weight gradient may wait in `queue`; None: it never waits."""
+
+    queue: WeightGradQueue | None = None
+
+
+def set_queue(unit: nn.Module, queue: WeightGradQueue | None) -> None:
+    """Hands one queue to every layer inside `unit` whose weight gradient can wait."""
+    for module in unit.modules():
+        if isinstance(module, Deferrable):
+            module.queue = queue
+
+
 def accumulate_grad(weight: Tensor, grad: Tensor) -> None:
     """Adds `grad` to `weight.grad` as autograd would: bitwise the same sum in the same order."""
     if weight.grad is None:
@@ -43,37 +60,46 @@ def accumulate_grad(weight: Tensor, grad: Tensor) -> None:
         weight.grad.add_(grad)
 
 
-def _weight_grad(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
-    return grad_NO.t() @ x_NI
+def now_or_later(
+    queue: WeightGradQueue | None, weight: Tensor, compute: Callable[[], Tensor]
+) -> Tensor | None:
+    """The weight gradient that `compute` gives, for autograd; or None, and the queue holds the task."""
+    if queue is None or not queue.deferring:
+        return compute()
+    queue.add(lambda: accumulate_grad(weight, compute()))
+    return None
 
 
 class _DeferrableLinear(torch.autograd.Function):
     """y = x W^T. The weight's gradient is computed in the backward, or by a queued task."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, queue: WeightGradQueue | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, queue: WeightGradQueue | None, fp32_output: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.queue = queue
-        return functional.linear(x, weight)
+        if not fp32_output or x.dtype in (torch.float32, torch.float64):
+            return functional.linear(x, weight)
+        if x.is_cuda:
+            y_NO = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
+            return y_NO.view(*x.shape[:-1], -1)
+        return functional.linear(widened(x), widened(weight))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
+        grad = grad.to(x.dtype)
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
-            return grad_x, None, None
+            return grad_x, None, None, None
         grad_NO, x_NI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        queue: WeightGradQueue | None = ctx.queue
-        if queue is None or not queue.deferring:
-            return grad_x, _weight_grad(grad_NO, x_NI), None
-        queue.add(lambda: accumulate_grad(weight, _weight_grad(grad_NO, x_NI)))
-        return grad_x, None, None
+        grad_weight = now_or_later(ctx.queue, weight, lambda: grad_NO.t() @ x_NI)
+        return grad_x, grad_weight, None, None
 
 
-class Linear(nn.Module):
-    """y = x W^T without bias; weight [out, in]. Set `queue` to let a stage put the weight gradient off."""
-
-    queue: WeightGradQueue | None = None
+class Linear(Deferrable):
+    """y = x W^T without bias; weight [out, in]. `fp32_output`: sums and result in fp32."""
 
     def __init__(
         self,
@@ -82,10 +108,63 @@ class Linear(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        fp32_output: bool = False,
     ) -> None:
         super().__init__()
+        self.fp32_output = fp32_output
         self.weight = nn.Parameter(torch.empty(num_out, num_in, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _DeferrableLinear.apply(x, self.weight, self.queue)  # type: ignore[no-untyped-call]
+        y: Tensor = _DeferrableLinear.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.queue, self.fp32_output
+        )
         return y
+
+
+class _DeferrableGroupedLinear(torch.autograd.Function):
+    """y_g = x_g W_g^T for every group g."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NGI: Tensor, weight_GOI: Tensor, queue: WeightGradQueue | None
+    ) -> Tensor:
+        ctx.save_for_backward(x_NGI, weight_GOI)
+        ctx.queue = queue
+        return torch.einsum("ngi,goi->ngo", x_NGI, weight_GOI)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NGO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_NGI, weight_GOI = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.einsum("ngo,goi->ngi", grad_NGO, weight_GOI)
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None, None
+        grad_weight = now_or_later(
+            ctx.queue, weight_GOI, lambda: torch.einsum("ngo,ngi->goi", grad_NGO, x_NGI)
+        )
+        return grad_x, grad_weight, None
+
+
+class GroupedLinear(Deferrable):
+    """A block-diagonal linear: [..., G, I] -> [..., G, O], one weight matrix per group."""
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_in: int,
+        num_out: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(num_groups, num_out, num_in, device=device, dtype=dtype)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y_NGO: Tensor = _DeferrableGroupedLinear.apply(  # type: ignore[no-untyped-call]
+            x.reshape(-1, *x.shape[-2:]), self.weight, self.queue
+        )
+        return y_NGO.view(*x.shape[:-1], -1)

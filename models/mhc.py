@@ -1,0 +1,91 @@
+"""Manifold-constrained hyper-connections: several residual streams, mixed by each sublayer.
+
+A sublayer reads a weighted sum of the streams and writes back to all of them while it mixes them by
+a doubly stochastic matrix. In V4.1 the weights of the sum come from the sublayer before ("single
+pass"), so the streams are read once; in V4 a sublayer uses its own.
+
+Shape letters: B sequences, T tokens, S streams (i read, j written), D model width.
+Source: DeepSeek-V4.1 report, section 2.4.1; Xie et al. 2025 (mHC), section 4.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ppruntime.models.dims import ModelDims
+from ppruntime.models.linear import Linear
+from ppruntime.models.norm import inverse_rms
+from ppruntime.models.precision import holder_dtype, widened
+
+
+class Coefficients(NamedTuple):
+    """What one sublayer's hyper-connection computes from the streams, fp32."""
+
+    pre_BTS: Tensor
+    """Weights with which a sublayer collapses the streams: this one in V4, the next one in V4.1."""
+    post_BTS: Tensor
+    """Weights with which the sublayer's output is added to each stream, 0 to 2."""
+    comb_BTSS: Tensor
+    """Mixing matrix [read i, written j]; columns sum to 1, rows almost."""
+
+
+def sinkhorn(logits: Tensor, num_iters: int, eps: float) -> Tensor:
+    """A nearly doubly stochastic matrix from logits [..., S, S]; the last step is over columns."""
+    matrix = logits.softmax(-1) + eps
+    matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    for _ in range(num_iters - 1):
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    return matrix
+
+
+def collapse(streams_BTSD: Tensor, mix_BTS: Tensor) -> Tensor:
+    """The sublayer's input [B, T, D]: sum_i mix_i X_i, summed in fp32."""
+    mixed = mix_BTS.unsqueeze(-2) @ widened(streams_BTSD)
+    return mixed.squeeze(-2).to(streams_BTSD.dtype)
+
+
+def write_back(streams_BTSD: Tensor, y_BTD: Tensor, coefficients: Coefficients) -> Tensor:
+    """The streams after the sublayer: X'_j = post_j y + sum_i comb_ij X_i, in fp32, cast at the end."""
+    mixed = coefficients.comb_BTSS.transpose(-1, -2) @ widened(streams_BTSD)
+    added = coefficients.post_BTS.unsqueeze(-1) * widened(y_BTD).unsqueeze(-2)
+    return (added + mixed).to(streams_BTSD.dtype)
+
+
+class HyperConnection(nn.Module):
+    """Streams -> the coefficients of one sublayer. All parameters stay fp32."""
+
+    def __init__(
+        self,
+        dims: ModelDims,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dims = dims
+        num_streams = dims.num_streams
+        num_coefficients = 2 * num_streams + num_streams**2
+        dtype = holder_dtype(dtype)
+        width = num_streams * dims.hidden_size
+        self.projection = Linear(width, num_coefficients, device=device, dtype=dtype)
+        self.base = nn.Parameter(torch.empty(num_coefficients, device=device, dtype=dtype))
+        self.scale = nn.Parameter(torch.empty(3, device=device, dtype=dtype))
+        """One factor each for pre, post and comb."""
+
+    def forward(self, streams_BTSD: Tensor) -> Coefficients:
+        dims, num_streams = self.dims, self.dims.num_streams
+        sizes = [num_streams, num_streams, num_streams**2]
+        flat = widened(streams_BTSD).flatten(-2)
+        projected = self.projection(flat) * inverse_rms(flat, dims.norm_eps)
+        scale = torch.cat([s.expand(n) for s, n in zip(self.scale, sizes, strict=True)])
+        pre, post, comb = (self.base + projected * scale).split(sizes, dim=-1)
+        comb = comb.unflatten(-1, (num_streams, num_streams))
+        return Coefficients(
+            pre_BTS=pre.sigmoid() + dims.mhc_eps,
+            post_BTS=2 * post.sigmoid(),
+            comb_BTSS=sinkhorn(comb, dims.sinkhorn_iters, dims.mhc_eps),
+        )

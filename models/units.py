@@ -1,0 +1,227 @@
+"""Units: the model's half layers, its embedding and its head, each `Carry -> Carry`.
+
+A model is `dims.unit_specs(dims)` in order; a stage builds its own part of that list.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ppruntime.models.attention import Attention
+from ppruntime.models.carry import CROSSING, Carry, MicroBatch
+from ppruntime.models.dims import ModelDims, Role, UnitKind, UnitSpec
+from ppruntime.models.engram import Engram
+from ppruntime.models.head import summed_cross_entropy
+from ppruntime.models.linear import Linear
+from ppruntime.models.mhc import Coefficients, HyperConnection, collapse, write_back
+from ppruntime.models.moe import MoE
+from ppruntime.models.norm import RMSNorm
+
+
+class EmbedUnit(nn.Module):
+    """Token ids -> residual streams, all equal. The first sublayer reads stream 0 alone."""
+
+    def __init__(
+        self,
+        dims: ModelDims,
+        spec: UnitSpec,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dims, self.spec = dims, spec
+        shape = (dims.vocab_size, dims.hidden_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+    def forward(self, carry: Carry, batch: MicroBatch) -> Carry:
+        embedded_BTD = functional.embedding(batch.ids, self.weight)
+        num_streams = self.dims.num_streams
+        streams_BTSD = embedded_BTD.unsqueeze(2).expand(-1, -1, num_streams, -1).contiguous()
+        if self.dims.family == "v4":
+            return carry._replace(streams=streams_BTSD)
+        mix_BTS = torch.zeros(
+            *batch.ids.shape, num_streams, device=batch.ids.device, dtype=torch.float32
+        )
+        mix_BTS[..., 0] = 1
+        return carry._replace(streams=streams_BTSD, mix=mix_BTS)
+
+
+class AttentionUnit(nn.Module):
+    """The attention half of a layer, with the Engram before it if the layer has one."""
+
+    def __init__(
+        self,
+        dims: ModelDims,
+        spec: UnitSpec,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        assert spec.layer is not None
+        self.dims, self.spec = dims, spec
+        self.engram = (
+            Engram(dims, spec.layer, device=device, dtype=dtype)
+            if spec.layer in dims.engram_layers
+            else None
+        )
+        self.mhc = HyperConnection(dims, device=device, dtype=dtype)
+        self.norm = RMSNorm(dims.hidden_size, dims.norm_eps, device=device, dtype=dtype)
+        self.attention = _attention(dims, spec.layer, device=device, dtype=dtype)
+
+    def forward(self, carry: Carry, batch: MicroBatch) -> Carry:
+        streams_BTSD = _streams(carry)
+        if self.engram is not None:
+            streams_BTSD = self.engram(streams_BTSD, batch.ids, batch.positions, batch.masked)
+        coefficients: Coefficients = self.mhc(streams_BTSD)
+        mix_BTS = _input_mix(self.dims, carry, coefficients)
+        x_BTD = self.norm(collapse(streams_BTSD, mix_BTS))
+        y_BTD, carry = self.attention(x_BTD, carry, batch)
+        return _passed_on(self.dims, self.spec, carry, streams_BTSD, y_BTD, coefficients)
+
+
+class MoEUnit(nn.Module):
+    """The MoE half of a layer."""
+
+    def __init__(
+        self,
+        dims: ModelDims,
+        spec: UnitSpec,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dims, self.spec = dims, spec
+        self.mhc = HyperConnection(dims, device=device, dtype=dtype)
+        self.norm = RMSNorm(dims.hidden_size, dims.norm_eps, device=device, dtype=dtype)
+        by_token_id = spec.role is Role.HASH
+        self.moe = MoE(dims, by_token_id=by_token_id, device=device, dtype=dtype)
+
+    def forward(self, carry: Carry, batch: MicroBatch) -> Carry:
+        streams_BTSD = _streams(carry)
+        coefficients: Coefficients = self.mhc(streams_BTSD)
+        mix_BTS = _input_mix(self.dims, carry, coefficients)
+        y_BTD, balance_loss, loads_E = self.moe(
+            self.norm(collapse(streams_BTSD, mix_BTS)), batch.ids
+        )
+        if balance_loss is not None and carry.balance_loss is not None:
+            balance_loss = carry.balance_loss + balance_loss
+        carry = carry._replace(balance_loss=balance_loss, loads=(*carry.loads, loads_E))
+        return _passed_on(self.dims, self.spec, carry, streams_BTSD, y_BTD, coefficients)
+
+
+class HeadUnit(nn.Module):
+    """Final norm, logits and the summed loss. V4 collapses the streams by a module of its own."""
+
+    def __init__(
+        self,
+        dims: ModelDims,
+        spec: UnitSpec,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dims, self.spec = dims, spec
+        self.collapse = _head_collapse(dims, device=device, dtype=dtype)
+        self.norm = RMSNorm(dims.hidden_size, dims.norm_eps, device=device, dtype=dtype)
+        self.projection = Linear(
+            dims.hidden_size, dims.vocab_size, device=device, dtype=dtype, fp32_output=True
+        )
+
+    def logits(self, carry: Carry) -> Tensor:
+        """[B, T, vocabulary] fp32."""
+        streams_BTSD, mix_BTS = _streams(carry), carry.mix
+        if self.collapse is not None:
+            mix_BTS = self.collapse(streams_BTSD)
+        assert mix_BTS is not None, "the head has no mix in its carry"
+        logits: Tensor = self.projection(self.norm(collapse(streams_BTSD, mix_BTS)))
+        return logits
+
+    def forward(self, carry: Carry, batch: MicroBatch) -> Carry:
+        loss = summed_cross_entropy(self.logits(carry), batch.labels)
+        return Carry(loss=loss, balance_loss=carry.balance_loss, loads=carry.loads)
+
+
+Unit: TypeAlias = EmbedUnit | AttentionUnit | MoEUnit | HeadUnit
+"""`forward(carry, batch) -> carry`; `spec` says what it is."""
+
+
+def build_unit(
+    dims: ModelDims,
+    spec: UnitSpec,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Unit:
+    """One unit with memory for its parameters, not yet filled (`init.init_parameters` does that).
+
+    `dtype` is the compute dtype; parameters that need it stay fp32 (`precision.holder_dtype`).
+    """
+    maker = {
+        UnitKind.EMBED: EmbedUnit,
+        UnitKind.ATTENTION: AttentionUnit,
+        UnitKind.MOE: MoEUnit,
+        UnitKind.HEAD: HeadUnit,
+    }[spec.kind]
+    return maker(dims, spec, device=device, dtype=dtype)
+
+
+def _attention(
+    dims: ModelDims,
+    layer: int,
+    *,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> nn.Module:
+    if dims.family == "v41":
+        return Attention(dims, layer, device=device, dtype=dtype)
+    from ppruntime.models.attention_v4 import AttentionV4
+
+    return AttentionV4(dims, layer, device=device, dtype=dtype)
+
+
+def _head_collapse(
+    dims: ModelDims, *, device: torch.device | str | None, dtype: torch.dtype | None
+) -> nn.Module | None:
+    """V4: streams [B, T, S, D] -> mix [B, T, S]; V4.1 uses the last sublayer's mix."""
+    if dims.family == "v41":
+        return None
+    from ppruntime.models.mhc_v4 import HeadCollapse
+
+    return HeadCollapse(dims, device=device, dtype=dtype)
+
+
+def _streams(carry: Carry) -> Tensor:
+    assert carry.streams is not None, "a unit after the embedding has no streams in its carry"
+    return carry.streams
+
+
+def _input_mix(dims: ModelDims, carry: Carry, own: Coefficients) -> Tensor:
+    """Weights that collapse the streams: the sublayer before computed them, or in V4 this one."""
+    if dims.family == "v4":
+        return own.pre_BTS
+    assert carry.mix is not None, "a V4.1 unit has no mix in its carry"
+    return carry.mix
+
+
+def _passed_on(
+    dims: ModelDims,
+    spec: UnitSpec,
+    carry: Carry,
+    streams_BTSD: Tensor,
+    y_BTD: Tensor,
+    coefficients: Coefficients,
+) -> Carry:
+    """The carry after a sublayer: written-back streams, its mix, and of the rest what is still alive."""
+    dead = {field: None for field in CROSSING if field not in spec.live_after}
+    return carry._replace(
+        streams=write_back(streams_BTSD, y_BTD, coefficients),
+        mix=coefficients.pre_BTS if dims.family == "v41" else None,
+    )._replace(**dead)
