@@ -1,0 +1,143 @@
+"""Moving boundaries between stages: tensors, peers and slots; no op, no stage, no schedule.
+
+Start with `base.py`, what every transport promises. `local.py` and `p2p.py` (gloo) run anywhere,
+`nccl.py`, `copy_engine.py` and `put.py` on GPUs. `per_channel.py` gives each channel its own kind,
+`agree.py` has all ranks compare what they are about to do; `slots.py` and `ledger.py` are what the
+kinds share: receive buffers, and the checks of every call.
+
+Imports torch and the standard library, nothing else of ppruntime.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import socket
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from ppruntime.transports import agree, per_channel
+from ppruntime.transports.base import Channel, Transport, TransportError
+
+KINDS = ("auto", "local", "gloo", "nccl", "copy_engine", "put")
+"""What `open_transport` takes. `auto` picks for each channel, see `per_channel.choose_kind`."""
+
+_MODULE_OF = {kind: kind for kind in KINDS} | {"gloo": "p2p"}
+
+
+def unavailable_reason(kind: str) -> str | None:
+    """Why this process cannot use `kind`, with the remedy; None if it can."""
+    if kind not in KINDS:
+        return f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}"
+    if kind in ("auto", "local"):
+        return None
+    if kind == "gloo":
+        has_gloo = dist.is_available() and dist.is_gloo_available()
+        return None if has_gloo else "this torch is built without gloo; install one that has it"
+    reason: str | None = _module(kind).unavailable_reason()
+    return reason
+
+
+def open_transport(
+    kind: str,
+    channels: Sequence[Channel],
+    rank: int,
+    *,
+    device: torch.device,
+    timeout_seconds: float,
+    store: Store | None = None,
+    **options: object,
+) -> Transport:
+    """Opens the ends that `rank` has of a pipeline's channels; collective over the pipeline's
+    ranks.
+
+    `channels` are those of the whole pipeline; ranks are the pipeline's, from 0. Channels inside a
+    rank are carried by local whatever the kind. `store` is this pipeline's own (pipelines side by
+    side take a PrefixStore each); None will do if no channel leaves the rank. `options` are those
+    of the kind. No transfer takes longer than `timeout_seconds`, nor does opening wait longer for a
+    peer. Raises TransportError, with one text on all ranks, if they disagree on a channel or if one
+    of them cannot use the kind.
+    """
+    if kind not in KINDS:
+        raise TransportError(f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}")
+    ranks = sorted({rank}.union(*((c.src_rank, c.dst_rank) for c in channels)))
+    if store is None and len(ranks) > 1:
+        raise TransportError(f"ranks {ranks} need a store to find each other; pass store=")
+    kind_of = {channel.id: "local" for channel in channels}
+    if store is not None:
+        # The n-th opening of this rank meets the n-th of the others, under names of its own.
+        store = PrefixStore(f"opening {store.add(f'openings of rank {rank}', 1)}", store)
+        kind_of = _agreed_kinds(kind, channels, rank, ranks, device, timeout_seconds, store)
+    carriers: list[tuple[Transport, Sequence[Channel]]] = []
+    for used in sorted(set(kind_of.values())):
+        carried = [c for c in channels if kind_of[c.id] == used]
+        transport: Transport = _module(used).open(
+            carried,
+            rank,
+            device=device,
+            timeout_seconds=timeout_seconds,
+            store=store and PrefixStore(used, store),
+            options={} if used == "local" else options,
+        )
+        carriers.append((transport, carried))
+    if len(carriers) == 1:
+        return carriers[0][0]
+    return per_channel.PerChannelTransport(carriers)
+
+
+def _agreed_kinds(
+    kind: str,
+    channels: Sequence[Channel],
+    rank: int,
+    ranks: Sequence[int],
+    device: torch.device,
+    timeout_seconds: float,
+    store: Store,
+) -> dict[int, str]:
+    """Each channel's kind by its id, once all ranks agree on the channels and can use the kind."""
+    reason = unavailable_reason(kind)
+    facts = [
+        agree.Fact("the transport", kind),
+        agree.Fact(f"what keeps a rank from {kind}", reason or "nothing"),
+        *agree.channel_facts(channels, rank),
+    ]
+    agree.agree(
+        PrefixStore("agreement", store),
+        rank,
+        ranks,
+        facts,
+        timeout_seconds=timeout_seconds,
+        what="opening the transport",
+    )
+    if reason is not None:
+        raise TransportError(f"{kind} cannot be used: {reason}")
+    if kind != "auto":
+        return {c.id: "local" if c.src_rank == c.dst_rank else kind for c in channels}
+    usable = [k for k in KINDS if k != "auto" and unavailable_reason(k) is None]
+    stated = agree.gather(
+        PrefixStore("abilities", store),
+        rank,
+        ranks,
+        json.dumps([socket.gethostname(), usable]),
+        timeout_seconds=timeout_seconds,
+        what="choosing transports",
+    )
+    abilities = {r: json.loads(text) for r, text in stated.items()}
+    return {
+        channel.id: per_channel.choose_kind(
+            channel,
+            device_type=device.type,
+            host_of={r: host for r, (host, _) in abilities.items()},
+            available=frozenset.intersection(*(frozenset(k) for _, k in abilities.values())),
+        )
+        for channel in channels
+    }
+
+
+def _module(kind: str) -> ModuleType:
+    # Imported when asked for: the GPU kinds need what a CPU machine lacks.
+    return importlib.import_module(f"ppruntime.transports.{_MODULE_OF[kind]}")

@@ -1,0 +1,385 @@
+"""Two-sided transfers over gloo, the kind called `gloo`: host memory, hosts that reach each other.
+
+Every end of a channel has a thread of its own and every channel a 2-rank group (its own sockets),
+for reasons that lie in gloo's behaviour (tried with torch 2.13):
+
+- A send completes only once the peer has posted the receive, and its Work tells so to `wait` alone:
+  `is_completed` stays False until then. Reaping sends without blocking takes a thread that waits.
+- Starting a send or a receive takes 40 to 300 us of the calling thread, handing it over 3 us.
+- A `wait` that times out closes the two ranks' connection in that group, and all else that is
+  pending on it fails. So the host thread keeps the time limit itself, on a queue, and never asks
+  gloo to; and a receive that times out on purpose is how `abort` ends the waits of the threads.
+- A message longer than the posted receive kills the process by SIGABRT, a shorter one passes
+  silently. So all messages of a channel have one size, which both ends compare when they open it.
+- A transfer that is under way when its connection is closed may never return, on either end. So the
+  host thread waits for the queue only, and a second connection to each peer tells of the peer's
+  end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
+
+from ppruntime.transports.base import Channel, TransportError
+from ppruntime.transports.ledger import Ledger
+from ppruntime.transports.slots import Slot, SlotPool, aligned_bytes, typed_views
+
+_HEADER_BYTES = 16
+"""Behind the tensors of a message: its number on the channel and its micro-batch, two int64."""
+_NOTICE_BYTES = 2048
+"""Size of the one message that ever crosses a link: blank for an orderly close, else the reason."""
+
+_CPU = torch.device("cpu")
+_FOR_EVER = timedelta(days=3650)
+_AT_ONCE = timedelta(milliseconds=1)
+_TAG, _UNUSED_TAG = 0, 1
+_NOTICE_SECONDS = 1.0
+"""How long a rank that ends waits for a peer to take the notice, and how long a rank whose
+connection broke waits to hear why."""
+_JOIN_SECONDS = 2.0
+
+
+class GlooTransport:
+    """This rank's ends of `channels` over gloo; see `Transport`.
+
+    Opening it is collective over the channels' ranks. A boundary is packed into one message, so a
+    hop is one transfer however many tensors cross. Close it before the process ends, or the peers
+    take the end for a loss.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        rank: int,
+        *,
+        timeout_seconds: float,
+        store: Store,
+    ) -> None:
+        mine = sorted((c for c in channels if rank in (c.src_rank, c.dst_rank)), key=lambda c: c.id)
+        self._rank = rank
+        self._timeout_seconds = timeout_seconds
+        self._store = store
+        self._ledger = Ledger(mine, rank, _CPU)
+        self._ending = threading.Lock()
+        self._closed = False
+        self._links: dict[int, _Link] = {}
+        self._outboxes: dict[int, _Outbox] = {}
+        self._inboxes: dict[int, _Inbox] = {}
+        # All ranks connect in one order: links by their ranks, then channels by id. Whichever of
+        # the unfinished ones is first in that order, both its ends have come to it, so there is no
+        # cycle.
+        peers = {c.src_rank + c.dst_rank - rank for c in mine}
+        for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in peers):
+            peer = low + high - rank
+            connection = self._connect(f"link {low} {high}", peer, is_first=rank == low)
+            self._links[peer] = _Link(peer, connection, self._end)
+        for channel in mine:
+            is_source = channel.src_rank == rank
+            peer = channel.dst_rank if is_source else channel.src_rank
+            connection = self._connect(f"channel {channel.id}", peer, is_first=is_source)
+            if is_source:
+                self._outboxes[channel.id] = _Outbox(
+                    channel, connection, self._links[peer], self._end
+                )
+            else:
+                self._inboxes[channel.id] = _Inbox(
+                    channel, connection, self._links[peer], self._end
+                )
+
+    def post(self, channel: Channel, micro_batch: int) -> None:
+        self._ledger.post(channel, micro_batch)
+        self._inboxes[channel.id].post(micro_batch)
+
+    def send(self, channel: Channel, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        self._ledger.send(channel, micro_batch, tensors)
+        self._outboxes[channel.id].send(micro_batch, tensors)
+
+    def take(self, channel: Channel, micro_batch: int) -> tuple[Tensor, ...]:
+        self._ledger.take(channel, micro_batch)
+        inbox = self._inboxes[channel.id]
+        if not _wait(inbox.arrived, self._timeout_seconds):
+            self._raise(
+                channel,
+                micro_batch,
+                f"did not come from rank {channel.src_rank} within {self._timeout_seconds} s",
+            )
+        return inbox.tensors(micro_batch)
+
+    def release(self, channel: Channel, micro_batch: int) -> None:
+        self._ledger.release(channel, micro_batch)
+        self._inboxes[channel.id].pool.release(micro_batch)
+
+    def step_end(self) -> None:
+        self._ledger.step_end()
+        for outbox in self._outboxes.values():
+            while outbox.pending:
+                if not _wait(outbox.left, self._timeout_seconds):
+                    self._raise(
+                        outbox.channel,
+                        outbox.pending[0],
+                        f"was not received by rank {outbox.channel.dst_rank} within"
+                        f" {self._timeout_seconds} s after the step's end",
+                    )
+                outbox.pending.popleft()
+
+    def abort(self, reason: str) -> None:
+        self._end(f"rank {self._rank} ended the transfers: {reason}")
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._end(f"the transport of rank {self._rank} is closed", orderly=True)
+        for box in self._boxes():
+            box.stop()
+        for part in (*self._boxes(), *self._links.values()):
+            part.thread.join(_JOIN_SECONDS)
+
+    def _boxes(self) -> list[_Outbox | _Inbox]:
+        return [*self._outboxes.values(), *self._inboxes.values()]
+
+    def _connect(self, name: str, peer: int, *, is_first: bool) -> _Connection:
+        try:
+            # Made here rather than by new_group: needs no default group, involves the two ranks
+            # only.
+            group = ProcessGroupGloo(
+                PrefixStore(name, self._store),
+                0 if is_first else 1,
+                2,
+                timedelta(seconds=self._timeout_seconds),
+            )
+        except RuntimeError as error:
+            self.abort(f"{name} to rank {peer} could not be opened")
+            raise TransportError(
+                f"{name}: rank {self._rank} could not connect to rank {peer} within"
+                f" {self._timeout_seconds} s ({error}); see why rank {peer} did not open its"
+                " transport"
+            ) from error
+        # torch's stubs lack the two methods that the group has.
+        return _Connection(cast(ProcessGroup, group), 1 if is_first else 0)
+
+    def _raise(self, channel: Channel, micro_batch: int, what: str) -> None:
+        """Raises because of `what`, unless the transport has ended before for another reason."""
+        self._ledger.check_alive(channel, micro_batch)
+        reason = f"{channel}: micro-batch {micro_batch} {what}"
+        self.abort(reason)
+        raise TransportError(reason)
+
+    def _end(self, reason: str, *, orderly: bool = False) -> None:
+        """Ends all transfers and tells the peers, on whichever thread; the first reason stays."""
+        with self._ending:
+            if not self._ledger.end(reason):
+                return
+        for inbox in self._inboxes.values():
+            inbox.arrived.put(False)
+        for outbox in self._outboxes.values():
+            outbox.left.put(False)
+        # The notices first: a peer that sees a connection break then knows why.
+        for link in self._links.values():
+            link.notify("" if orderly else reason)
+        for part in (*self._links.values(), *self._boxes()):
+            part.connection.close()
+
+
+def open(
+    channels: Sequence[Channel],
+    rank: int,
+    *,
+    device: torch.device,
+    timeout_seconds: float,
+    store: Store | None,
+    options: Mapping[str, object],
+) -> GlooTransport:
+    """Connects to the peers of `rank`; collective over the channels' ranks, on a fresh `store`."""
+    if device.type != "cpu":
+        raise TransportError(
+            f"gloo moves host memory, the device is {device}; use nccl, copy_engine or put"
+        )
+    if options:
+        raise TransportError(f"gloo takes no options, got {sorted(options)}; remove them")
+    if store is None:
+        raise TransportError("gloo needs a store by which the ranks find each other; pass store=")
+    return GlooTransport(channels, rank, timeout_seconds=timeout_seconds, store=store)
+
+
+def _wait(tokens: SimpleQueue[bool], timeout_seconds: float) -> bool:
+    """Waits for a token: True for a transfer that is done; False if the transport ended or time is
+    up."""
+    try:
+        return tokens.get(timeout=timeout_seconds)
+    except Empty:
+        return False
+
+
+class _Connection:
+    """The two ranks' sockets of one channel or link."""
+
+    def __init__(self, group: ProcessGroup, peer: int) -> None:
+        self._group = group
+        self._peer = peer
+
+    def send(self, message: Tensor, wait: timedelta = _FOR_EVER) -> None:
+        """Waits until `message` has left. Raises RuntimeError if the connection is closed or
+        lost."""
+        self._group.send([message], self._peer, _TAG).wait(wait)
+
+    def receive(self, message: Tensor) -> None:
+        """Waits until `message` is filled. Raises RuntimeError if the connection is closed or
+        lost."""
+        self._group.recv([message], self._peer, _TAG).wait(_FOR_EVER)
+
+    def close(self) -> None:
+        """Makes both ends' waits raise, except that of a transfer that is under way. Idempotent."""
+        with contextlib.suppress(RuntimeError):
+            # gloo closes a connection when a wait on it times out.
+            self._group.recv([torch.empty(1)], self._peer, _UNUSED_TAG).wait(_AT_ONCE)
+
+
+class _Link:
+    """A connection to one peer on which nothing comes but the news that the peer has ended."""
+
+    def __init__(self, peer: int, connection: _Connection, end: Callable[[str], None]) -> None:
+        self.peer = peer
+        self.connection = connection
+        self.news_came = threading.Event()
+        self.peer_closed = False
+        self._end = end
+        self.thread = threading.Thread(target=self._watch, name=f"link to rank {peer}", daemon=True)
+        self.thread.start()
+
+    def notify(self, reason: str) -> None:
+        """Tells the peer that this rank has ended, in vain if it is gone."""
+        notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8)
+        text = reason.encode()[:_NOTICE_BYTES]
+        notice[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        with contextlib.suppress(RuntimeError):
+            self.connection.send(notice, timedelta(seconds=_NOTICE_SECONDS))
+
+    def _watch(self) -> None:
+        notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8)
+        try:
+            self.connection.receive(notice)
+            reason = bytes(notice.tolist()).rstrip(b"\0").decode(errors="ignore")
+        except RuntimeError:
+            reason = f"rank {self.peer} is lost, its process or its host has ended"
+        if reason:
+            self._end(reason)  # without effect if it was this rank that ended
+        self.peer_closed = not reason
+        self.news_came.set()
+
+
+class _Outbox:
+    """The source's end of a channel. `left` gets a token for every message that has left."""
+
+    def __init__(
+        self, channel: Channel, connection: _Connection, link: _Link, end: Callable[[str], None]
+    ) -> None:
+        self.channel = channel
+        self.connection = connection
+        self.pending: deque[int] = deque()
+        self.left: SimpleQueue[bool] = SimpleQueue()
+        self._message = aligned_bytes(channel.boundary.slot_bytes + _HEADER_BYTES, _CPU)
+        self._views = typed_views(channel.boundary, self._message)
+        self._work: SimpleQueue[tuple[int, Sequence[Tensor]] | None] = SimpleQueue()
+        self.thread = _start_thread(channel, self._work, self._move, link, end)
+
+    def send(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        self.pending.append(micro_batch)
+        self._work.put((micro_batch, tuple(tensors)))
+
+    def stop(self) -> None:
+        self._work.put(None)
+
+    def _move(self, number: int, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        for view, tensor in zip(self._views, tensors, strict=True):
+            view.copy_(tensor)
+        _header(self._message).copy_(torch.tensor([number, micro_batch]))
+        self.connection.send(self._message)
+        self.left.put(True)
+
+
+class _Inbox:
+    """The destination's end of a channel. `arrived` gets a token for every message that has
+    come."""
+
+    def __init__(
+        self, channel: Channel, connection: _Connection, link: _Link, end: Callable[[str], None]
+    ) -> None:
+        self.channel = channel
+        self.connection = connection
+        self.pool = SlotPool(channel, _CPU, trailer_bytes=_HEADER_BYTES)
+        self.arrived: SimpleQueue[bool] = SimpleQueue()
+        self._end = end
+        self._work: SimpleQueue[tuple[int, Slot] | None] = SimpleQueue()
+        self.thread = _start_thread(channel, self._work, self._move, link, end)
+
+    def post(self, micro_batch: int) -> None:
+        self._work.put((micro_batch, self.pool.reserve(micro_batch)))
+
+    def tensors(self, micro_batch: int) -> tuple[Tensor, ...]:
+        # New tensors on the slot's memory: what the caller sets on them (requires_grad, grad) ends
+        # with this micro-batch.
+        return tuple(view.detach() for view in self.pool.slot_of(micro_batch).views)
+
+    def stop(self) -> None:
+        self._work.put(None)
+
+    def _move(self, number: int, micro_batch: int, slot: Slot) -> None:
+        self.connection.receive(slot.buffer)
+        came_number, came_micro_batch = _header(slot.buffer).tolist()
+        if (came_number, came_micro_batch) == (number, micro_batch):
+            self.arrived.put(True)
+        else:
+            self._end(
+                f"{self.channel}: micro-batch {micro_batch} was expected as message {number},"
+                f" micro-batch {came_micro_batch} came as message {came_number}; both ends must use"
+                " one order"
+            )
+
+
+_Item = TypeVar("_Item")
+
+
+def _start_thread(
+    channel: Channel,
+    work: SimpleQueue[tuple[int, _Item] | None],
+    move: Callable[[int, int, _Item], None],
+    link: _Link,
+    end: Callable[[str], None],
+) -> threading.Thread:
+    """A thread that moves the messages of one channel, one after the other, until None comes."""
+
+    @torch.no_grad()  # the mode is each thread's own, and sent tensors may require gradients
+    def run() -> None:
+        for number in itertools.count():
+            job = work.get()
+            if job is None:
+                return
+            micro_batch = job[0]
+            try:
+                move(number, *job)
+            except RuntimeError as error:
+                link.news_came.wait(_NOTICE_SECONDS)  # if the peer has ended, the link knows why
+                why = "closed its transport" if link.peer_closed else f"cannot be reached ({error})"
+                end(f"{channel}: micro-batch {micro_batch} cannot move, rank {link.peer} {why}")
+                return
+            del job  # the sent tensors are free as soon as they have left
+
+    thread = threading.Thread(target=run, name=str(channel), daemon=True)
+    thread.start()
+    return thread
+
+
+def _header(message: Tensor) -> Tensor:
+    return message[-_HEADER_BYTES:].view(torch.int64)

@@ -1,0 +1,79 @@
+"""Each channel by its own kind of transport: local inside a rank, another for what leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from ppruntime.transports.base import Channel, Transport, TransportError
+
+
+def choose_kind(
+    channel: Channel,
+    *,
+    device_type: str,
+    host_of: Mapping[int, str],
+    available: frozenset[str],
+) -> str:
+    """The kind that `auto` gives a channel; the same on every rank, as it depends on nothing else.
+
+    local within a rank; gloo on the CPU; on GPUs copy_engine inside a host, as it takes no SMs,
+    else put, which takes none either and reaches further, else nccl. `host_of` names each rank's
+    host; `available` are the kinds that every rank can use.
+    """
+    if channel.src_rank == channel.dst_rank:
+        return "local"
+    if device_type == "cpu":
+        return "gloo"
+    is_one_host = host_of[channel.src_rank] == host_of[channel.dst_rank]
+    if is_one_host and "copy_engine" in available:
+        return "copy_engine"
+    return "put" if "put" in available else "nccl"
+
+
+class PerChannelTransport:
+    """Passes every call on to the transport that carries its channel; see `Transport`.
+
+    `carriers` are (transport, the channels that it carries). One that fails raises from its own
+    calls and from `step_end`; whoever drives this one then aborts it, and with it all of them.
+    """
+
+    def __init__(self, carriers: Sequence[tuple[Transport, Sequence[Channel]]]) -> None:
+        self._transports = tuple(transport for transport, _ in carriers)
+        self._carrier_of = {
+            channel.id: transport for transport, channels in carriers for channel in channels
+        }
+
+    def post(self, channel: Channel, micro_batch: int) -> None:
+        self._carrier(channel).post(channel, micro_batch)
+
+    def send(self, channel: Channel, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        self._carrier(channel).send(channel, micro_batch, tensors)
+
+    def take(self, channel: Channel, micro_batch: int) -> tuple[Tensor, ...]:
+        return self._carrier(channel).take(channel, micro_batch)
+
+    def release(self, channel: Channel, micro_batch: int) -> None:
+        self._carrier(channel).release(channel, micro_batch)
+
+    def step_end(self) -> None:
+        for transport in self._transports:
+            transport.step_end()
+
+    def abort(self, reason: str) -> None:
+        for transport in self._transports:
+            transport.abort(reason)
+
+    def close(self) -> None:
+        for transport in self._transports:
+            transport.close()
+
+    def _carrier(self, channel: Channel) -> Transport:
+        carrier = self._carrier_of.get(channel.id)
+        if carrier is None:
+            raise TransportError(
+                f"{channel} is none of the channels {sorted(self._carrier_of)} that the transport"
+                " was opened with"
+            )
+        return carrier

@@ -1,0 +1,101 @@
+"""Receive buffers of one channel: fixed memory, handed out per micro-batch, typed views into it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppruntime.transports.base import ALIGNMENT_BYTES, Boundary, Channel, TransportError
+
+
+@dataclass(slots=True)
+class Slot:
+    """One buffer: `buffer` is its bytes (uint8, 256-byte aligned), `views` the boundary's tensors
+    in it.
+
+    On a CUDA device `free_event` is passed when the last reader before the latest release is done:
+    whoever writes the slot next has its stream wait for it. None before the first release and on
+    CPU.
+    """
+
+    index: int
+    buffer: Tensor
+    views: tuple[Tensor, ...]
+    free_event: torch.cuda.Event | None = None
+
+
+def aligned_bytes(num_bytes: int, device: torch.device) -> Tensor:
+    """`num_bytes` uninitialised bytes (uint8) that start at a multiple of 256."""
+    raw = torch.empty(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+    start = -raw.data_ptr() % ALIGNMENT_BYTES
+    return raw[start : start + num_bytes]
+
+
+def typed_views(boundary: Boundary, buffer: Tensor) -> tuple[Tensor, ...]:
+    """The boundary's tensors as views of `buffer` at the boundary's offsets; an empty tensor is
+    itself."""
+    return tuple(
+        buffer[offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
+        if spec.num_bytes
+        else torch.empty(spec.shape, dtype=spec.dtype, device=buffer.device)
+        for spec, offset in zip(boundary.tensors, boundary.offsets, strict=True)
+    )
+
+
+class SlotPool:
+    """The `channel.slots` buffers of one channel. The pool never grows.
+
+    A slot belongs to a micro-batch from `reserve` to `release`; the one that was released first is
+    handed out first. `trailer_bytes` more lie behind the boundary in each buffer, for a transport's
+    own use. Not thread-safe: the transport's host thread drives it.
+    """
+
+    def __init__(self, channel: Channel, device: torch.device, *, trailer_bytes: int = 0) -> None:
+        self._channel = channel
+        self._on_cuda = device.type == "cuda"
+        num_bytes = channel.boundary.slot_bytes + trailer_bytes
+        self.slots: tuple[Slot, ...] = tuple(
+            Slot(index, buffer, typed_views(channel.boundary, buffer))
+            for index in range(channel.slots)
+            for buffer in (aligned_bytes(num_bytes, device),)
+        )
+        self._free = deque(self.slots)
+        self._in_use: dict[int, Slot] = {}
+
+    def reserve(self, micro_batch: int) -> Slot:
+        """The slot that is `micro_batch`'s until its release. Raises TransportError if none is
+        free."""
+        if micro_batch in self._in_use or not self._free:
+            raise TransportError(
+                f"{self._channel}: no slot for micro-batch {micro_batch}, all {len(self.slots)} are"
+                f" in use by micro-batches {sorted(self._in_use)}; release one first or open the"
+                " channel with more slots"
+            )
+        slot = self._in_use[micro_batch] = self._free.popleft()
+        return slot
+
+    def slot_of(self, micro_batch: int) -> Slot:
+        """The slot reserved for `micro_batch`. Raises TransportError if there is none."""
+        slot = self._in_use.get(micro_batch)
+        if slot is None:
+            raise TransportError(
+                f"{self._channel}: micro-batch {micro_batch} has no slot; post it first"
+            )
+        return slot
+
+    def release(self, micro_batch: int) -> Slot:
+        """Frees the slot of `micro_batch` once the current stream's work so far has run, and gives
+        it."""
+        slot = self.slot_of(micro_batch)
+        if self._on_cuda:
+            # One event per slot, recorded again and again: creating one costs more than recording
+            # it.
+            if slot.free_event is None:
+                slot.free_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            slot.free_event.record()
+        del self._in_use[micro_batch]
+        self._free.append(slot)
+        return slot
