@@ -1,0 +1,179 @@
+"""V4's attention: every layer with compressed keys makes its own, so only the streams go on.
+
+One softmax runs over a window of the layer's own keys and over compressed entries: those that the
+layer's indexer picks (CSA), all visible ones (HCA), or none (SWA).
+
+Shape letters: B rows, T tokens, D model width, Q query bottleneck, H heads, K head width = key
+width, C compressed entries, W slots, L entries of a query's own document, G groups of heads, I width
+of an indexer head.
+Source: DeepSeek-V4 report, section 2.3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ppruntime.models.carry import Carry, MicroBatch
+from ppruntime.models.compressor_v4 import CompressorV4
+from ppruntime.models.dims import ModelDims, Role, attention_role
+from ppruntime.models.documents import first_entries, num_visible_entries, window_slots
+from ppruntime.models.indexer import best_entries, index_scores, to_local
+from ppruntime.models.linear import GroupedLinear, Linear
+from ppruntime.models.norm import RMSNorm, inverse_rms
+from ppruntime.models.precision import holder_dtype, widened
+from ppruntime.models.rope import Rope, Rotation, rotate
+from ppruntime.models.sparse_attention import sparse_attention
+
+_MAX_PRODUCTS = 1 << 26
+"""Head-wise index scores that are held at a time (256 MiB in fp32)."""
+
+
+def visible_entries(positions_BT: Tensor, ratio: int) -> Tensor:
+    """[B, T, C] int64 numbers of all entries that a query sees, ascending; -1 fills up the end."""
+    local_C = torch.arange(positions_BT.shape[1] // ratio, device=positions_BT.device)
+    is_visible_BTC = local_C < num_visible_entries(positions_BT, ratio).unsqueeze(-1)
+    first_BT1 = first_entries(positions_BT, ratio).unsqueeze(-1)
+    return torch.where(is_visible_BTC, first_BT1 + local_C, -1)
+
+
+class IndexerV4(nn.Module):
+    """Scores the layer's compressed entries and picks the best for each query. Gets no gradient.
+
+    The score is sum_h w_h relu(q_h . k), with keys from a narrower compressor of its own over the
+    same groups of tokens. The released code turns q and k by one orthogonal (Hadamard) matrix
+    before it quantises them; their products are the same without.
+    """
+
+    def __init__(
+        self,
+        dims: ModelDims,
+        ratio: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dims, self.ratio = dims, ratio
+        num_heads, width = dims.index_heads, dims.index_head_dim
+        self.query = Linear(dims.q_lora_rank, num_heads * width, device=device, dtype=dtype)
+        self.head_weights = Linear(dims.hidden_size, num_heads, device=device, dtype=dtype)
+        self.compressor = CompressorV4(
+            dims, width, ratio, overlaps=True, device=device, dtype=dtype
+        )
+        self.requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        x_BTD: Tensor,
+        q_latent_BTQ: Tensor,
+        rotation: Rotation,
+        *,
+        positions_BT: Tensor,
+        rope: Rope,
+    ) -> Tensor:
+        """[B, T, k] int64 numbers of the chosen entries, ascending, then -1; k = min(top-k, C)."""
+        dims = self.dims
+        keys_BCI = self.compressor(x_BTD, positions_BT, rope)
+        q_BTHI = self.query(q_latent_BTQ).unflatten(-1, (dims.index_heads, dims.index_head_dim))
+        q_BTHI = rotate(q_BTHI, rotation)
+        weights_BTH = self.head_weights(x_BTD) * (dims.index_head_dim * dims.index_heads) ** -0.5
+        num_picked = min(dims.index_topk, keys_BCI.shape[1])
+        if num_picked == 0:
+            return positions_BT.new_empty((*positions_BT.shape, 0))
+        first_BT = first_entries(positions_BT, self.ratio)
+        num_visible_BT = num_visible_entries(positions_BT, self.ratio)
+        block = max(1, _MAX_PRODUCTS // (keys_BCI.shape[:2].numel() * dims.index_heads))
+        parts: list[Tensor] = []
+        for q, weights, first, num_visible in zip(
+            *(x.split(block, 1) for x in (q_BTHI, weights_BTH, first_BT, num_visible_BT)),
+            strict=True,
+        ):
+            scores_BTL = to_local(index_scores(q, weights, keys_BCI), first, num_visible)
+            local_BTk = best_entries(scores_BTL, num_picked)
+            parts.append(torch.where(local_BTk >= 0, local_BTk + first.unsqueeze(-1), -1))
+        return torch.cat(parts, dim=1)
+
+
+class AttentionV4(nn.Module):
+    """One layer's attention. Reads and makes nothing of the carry: keys and picks stay in here."""
+
+    def __init__(
+        self,
+        dims: ModelDims,
+        layer: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dims = dims
+        self.role = attention_role(dims, layer)
+        self.ratio = dims.compress_ratios[layer]
+        hidden, heads, width = dims.hidden_size, dims.num_heads, dims.head_dim
+        self.q_a = Linear(hidden, dims.q_lora_rank, device=device, dtype=dtype)
+        self.q_norm = RMSNorm(dims.q_lora_rank, dims.norm_eps, device=device, dtype=dtype)
+        self.q_b = Linear(dims.q_lora_rank, heads * width, device=device, dtype=dtype)
+        self.kv = Linear(hidden, width, device=device, dtype=dtype)
+        self.kv_norm = RMSNorm(width, dims.norm_eps, device=device, dtype=dtype)
+        self.sink = nn.Parameter(torch.empty(heads, device=device, dtype=holder_dtype(dtype)))
+        per_group = heads // dims.o_groups * width
+        self.o_a = GroupedLinear(
+            dims.o_groups, per_group, dims.o_lora_rank, device=device, dtype=dtype
+        )
+        self.o_b = Linear(dims.o_groups * dims.o_lora_rank, hidden, device=device, dtype=dtype)
+        self.rope = Rope(dims, compressed=self.ratio > 0, device=device)
+        if self.role is not Role.SWA:
+            self.compressor = CompressorV4(
+                dims,
+                width,
+                self.ratio,
+                overlaps=self.role is Role.CSA,
+                device=device,
+                dtype=dtype,
+            )
+        if self.role is Role.CSA:
+            self.indexer = IndexerV4(dims, self.ratio, device=device, dtype=dtype)
+
+    def forward(self, x_BTD: Tensor, carry: Carry, batch: MicroBatch) -> tuple[Tensor, Carry]:
+        """The sublayer's output [B, T, D], and the carry as it came."""
+        positions_BT = batch.positions
+        rotation = self.rope(positions_BT)
+        q_latent_BTQ = self.q_norm(self.q_a(x_BTD))
+        q_BTHK = rotate(self._query(q_latent_BTQ), rotation)
+        window_BTK = rotate(self.kv_norm(self.kv(x_BTD)), rotation)
+        keys_BNK, slots_BTW = window_BTK, window_slots(positions_BT, self.dims.window)
+        if self.role is not Role.SWA:
+            entries_BCK = self.compressor(x_BTD, positions_BT, self.rope)
+            picked_BTk = self._picked(x_BTD, q_latent_BTQ, rotation, positions_BT)
+            # Compressed entries follow the row's own T keys in the list of keys.
+            picked_BTk = torch.where(picked_BTk >= 0, picked_BTk + x_BTD.shape[1], -1)
+            keys_BNK = torch.cat((window_BTK, entries_BCK), dim=1)
+            slots_BTW = torch.cat((slots_BTW, picked_BTk), dim=-1)
+        o_BTHK = sparse_attention(q_BTHK, keys_BNK, slots_BTW.int(), self.sink)
+        return self._output(rotate(o_BTHK, rotation, inverse=True)), carry
+
+    def _query(self, q_latent_BTQ: Tensor) -> Tensor:
+        """Heads before rotation, each divided by its own rms (no weight)."""
+        heads, width = self.dims.num_heads, self.dims.head_dim
+        q_BTHK: Tensor = self.q_b(q_latent_BTQ).unflatten(-1, (heads, width))
+        normed_BTHK = widened(q_BTHK) * inverse_rms(q_BTHK, self.dims.norm_eps)
+        return normed_BTHK.to(q_BTHK.dtype)
+
+    def _picked(
+        self, x_BTD: Tensor, q_latent_BTQ: Tensor, rotation: Rotation, positions_BT: Tensor
+    ) -> Tensor:
+        """[B, T, k] numbers of the compressed entries that each query attends to; -1: none."""
+        if self.role is Role.HCA:
+            return visible_entries(positions_BT, self.ratio)
+        picked_BTk: Tensor = self.indexer(
+            x_BTD, q_latent_BTQ, rotation, positions_BT=positions_BT, rope=self.rope
+        )
+        return picked_BTk
+
+    def _output(self, o_BTHK: Tensor) -> Tensor:
+        """Two projections; the first keeps groups of heads apart."""
+        o_BTGX = o_BTHK.reshape(*o_BTHK.shape[:2], self.dims.o_groups, -1)
+        y_BTD: Tensor = self.o_b(self.o_a(o_BTGX).flatten(-2))
+        return y_BTD
