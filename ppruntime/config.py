@@ -1,8 +1,8 @@
 """TOML files and command-line overrides -> one checked `Config`.
 
 Start at `load`. The keys are in `config_keys.py`, the rules between keys in `config_rules.py`, the
-collecting of values and mistakes in `config_reading.py`. A config that cannot be run is refused here,
-before anything starts, with every mistake that it has.
+collecting of values and mistakes in `config_reading.py`. A config that cannot be run is refused
+here, before anything starts, with every mistake that it has.
 """
 
 from __future__ import annotations
@@ -18,45 +18,38 @@ import msgspec
 from ppruntime.config_errors import ConfigError
 from ppruntime.config_keys import TRAIN_KEYS_OF_DIMS, Config
 from ppruntime.config_reading import Reading
-from ppruntime.config_rules import broken_rules
 
 __all__ = ["Config", "ConfigError", "check_world_size", "digest", "dumps", "flatten", "load"]
 
 
 def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
-    """The config that `paths` give in order, later files first, and `section.key=value` texts on top.
+    """The config that `paths` give, the last file first, with `section.key=value` texts on top.
 
-    An override's value is TOML; a bare word is a text; the word `default` takes back what files set.
-    Raises ConfigError with all mistakes, each with the place that set the value.
+    An override's value is TOML; a bare word is a text; the word `default` takes back what files
+    set. Raises ConfigError with all mistakes, each with the place that set the value.
     """
     reading = Reading()
     for path in paths:
         reading.add_file(Path(path))
     for override in overrides:
         reading.add_override(override)
-    reading.stop_if_wrong()
-    config = reading.config()
-    for key, text in broken_rules(config, reading.is_set):
-        reading.complain(tuple(key.split(".")), text)
-    reading.stop_if_wrong()
-    return config
+    return reading.config()
 
 
 def check_world_size(config: Config, num_processes: int) -> None:
-    """Raises ConfigError unless the run was started with the number of processes that it needs."""
-    if num_processes == config.world_size:
-        return
-    needed = f"{config.world_size} process" + ("es" if config.world_size > 1 else "")
-    started = "1 was" if num_processes == 1 else f"{num_processes} were"
-    raise ConfigError(
-        f"pp.size {config.pp.size} x parallel.dp {config.parallel.dp} x parallel.ep "
-        f"{config.parallel.ep} needs {needed}, but {started} started; "
-        f"use torchrun --nproc-per-node {config.world_size} or change pp.size"
-    )
+    """Raises ConfigError unless as many processes were started as the run needs."""
+    needed = config.world_size
+    if num_processes != needed:
+        raise ConfigError(
+            f"pp.size {config.pp.size} x parallel.dp {config.parallel.dp} x parallel.ep "
+            f"{config.parallel.ep} needs {needed} process{'es' * (needed > 1)}, but "
+            f"{num_processes} {'were' if num_processes > 1 else 'was'} started; use torchrun "
+            f"--nproc-per-node {needed}, or change pp.size"
+        )
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Every key's value under its full name, `{"pp.size": 4, ...}`, in the order of `config_keys`."""
+    """Full name -> value of every key, `{"pp.size": 4, ...}`, in the order of `config_keys`."""
     # Any: the values of TOML, and None for a key without a value.
     tables = msgspec.to_builtins(config)
     dims = tables["model"].pop("dims")
@@ -88,10 +81,9 @@ def dumps(config: Config) -> str:
 def _flatten(table: dict[str, Any], prefix: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in table.items():
-        # Sections are tables, and only they: a key that is a table itself would have to be told apart.
-        flat |= (
-            _flatten(value, f"{prefix}{name}.")
-            if isinstance(value, dict)
-            else {prefix + name: value}
-        )
+        # Sections are tables, and they alone: no built option has a table for a value.
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
     return flat

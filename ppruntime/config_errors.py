@@ -1,4 +1,5 @@
-"""What a wrong config looks like to its author: place, key, value, what is allowed, what was meant."""
+"""What a wrong config looks like to its author: place, key, value, what is allowed, what was
+meant."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _LONGEST_VALUE = 80
 
 
 class ConfigError(ValueError):
-    """The config cannot be run. The text has one line per mistake, each beginning with its place."""
+    """The config cannot be run. The text has one line per mistake, each beginning with its
+    place."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -58,7 +60,8 @@ def show(value: Any) -> str:
 
 
 def describe(kind: inspect.Type) -> str:
-    """What a field takes, in words: `an integer from 1 to 1024`, `true or false`, `one of "a", "b"`."""
+    """What a field takes, in words: `an integer from 1 to 1024`, `true or false`, `one of "a",
+    "b"`."""
     match kind:
         case inspect.UnionType(types=types):
             return " or ".join(describe(t) for t in types if not isinstance(t, inspect.NoneType))

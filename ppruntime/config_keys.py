@@ -59,7 +59,8 @@ class Model(Section, frozen=True):
     name: str
     """Preset of `models/dims.py`: tiny, v41-flash, ... Changes numerics."""
     dims: ModelDims
-    """The sizes, with the section's other keys and `TRAIN_KEYS_OF_DIMS` in them. Not a key itself."""
+    """The sizes, with the section's other keys and `TRAIN_KEYS_OF_DIMS` in them. Not a key
+    itself."""
 
 
 class Pipeline(Section, frozen=True):
@@ -77,8 +78,8 @@ class Pipeline(Section, frozen=True):
     warmup_step: (
         Annotated[int, Meta(ge=1, le=1024)] | tuple[Annotated[int, Meta(ge=0)], ...] | None
     ) = None
-    """Extra forwards in flight: s gives rank r s (size - 1 - r) forwards before its first backward, a
-    list gives that number for each rank. Default: 2 for async_1f1b. Bitwise."""
+    """Extra forwards in flight: s gives rank r s (size - 1 - r) forwards before its first backward,
+    a list gives that number for each rank. Default: 2 for async_1f1b. Bitwise."""
     transport: Literal["auto", "local", "gloo", "nccl", "copy_engine", "put"] = "auto"
     """What moves boundaries between ranks. Default: the fastest one that works here. Bitwise."""
     transport_ctas: Count | None = None
@@ -118,7 +119,8 @@ class Parallel(Section, frozen=True):
     dp: Annotated[int, Meta(ge=1, le=65536)] = 1
     """Data-parallel replicas of each expert shard. Summation order."""
     ep: Annotated[int, Meta(ge=1, le=4096)] = 1
-    """Expert-parallel ranks; each holds 1/ep of the experts and data of its own. Summation order."""
+    """Expert-parallel ranks; each holds 1/ep of the experts and data of its own. Summation
+    order."""
 
     @property
     def num_data_ranks(self) -> int:
@@ -136,7 +138,8 @@ class Train(Section, frozen=True):
     seq_len: Annotated[int, Meta(ge=2, le=1_048_576)] = 4096
     """Tokens in a sequence. Changes numerics."""
     steps: Steps = 100
-    """Optimizer steps of the whole run. Changes numerics (the learning rate's end depends on it)."""
+    """Optimizer steps of the whole run. Changes numerics (the learning rate's end depends on
+    it)."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """Seed of the weights and of the data order. Changes numerics."""
     precision: Literal["fp32", "bf16"] = "bf16"
@@ -149,7 +152,8 @@ class Train(Section, frozen=True):
     """Weight of the sequence balance loss of the MoE layers; 0 leaves it out. Goes into the model's
     dims. Changes numerics."""
     routing_bias_rate: NotNegative = 0.0
-    """Step of the sign rule that moves the routing bias; 0 leaves the bias alone. Changes numerics."""
+    """Step of the sign rule that moves the routing bias; 0 leaves the bias alone. Changes
+    numerics."""
     force_balanced_routing: bool = False
     """Route tokens to experts by arithmetic instead of by the router, for benches. Goes into the
     model's dims. Changes numerics."""
@@ -159,8 +163,9 @@ class Data(Section, frozen=True):
     """`[data]`: where tokens come from."""
 
     type: Literal["tokens", "stdlib", "random", "counting"] = "tokens"
-    """tokens: a file that `ppruntime data build` made. stdlib: the Python standard library's sources as
-    bytes, built on first use. random and counting: made up, for benches. Changes numerics."""
+    """tokens: a file that `ppruntime data build` made. stdlib: the Python standard library's
+    sources as bytes, built on first use. random and counting: made up, for benches. Changes
+    numerics."""
     path: str | None = None
     """Prefix of the token file (PREFIX.bin and PREFIX.idx), from the working directory. Default for
     stdlib: runs/data/stdlib-VERSION. Changes numerics."""
@@ -203,17 +208,19 @@ class Checkpoint(Section, frozen=True):
     interval: Steps | None = None
     """Steps between two checkpoints. Default: only the last step. No numerics."""
     keep_last: Annotated[int, Meta(ge=2, le=65536)] = 3
-    """Newest checkpoints that are kept. Two at least, so that one survives a failed save. No numerics."""
+    """Newest checkpoints that are kept. Two at least, so that one survives a failed save. No
+    numerics."""
     resume: Literal["auto", "require", "never"] = "auto"
-    """auto: go on if run.dir holds a checkpoint. require: refuse to start without one. never: refuse
-    to start with one. No numerics."""
+    """auto: go on if run.dir holds a checkpoint. require: refuse to start without one. never:
+    refuse to start with one. No numerics."""
 
 
 class Run(Section, frozen=True):
     """`[run]`: where a run writes, and on what it runs."""
 
     dir: str | None = None
-    """Run directory; it resumes if it holds a checkpoint. Default: a new runs/NAME-NN. No numerics."""
+    """Run directory; it resumes if it holds a checkpoint. Default: a new runs/NAME-NN. No
+    numerics."""
     log_interval: Steps = 1
     """Steps between two progress lines. No numerics."""
     timeline_step: Annotated[int, Meta(ge=0)] | None = None

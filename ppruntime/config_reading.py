@@ -1,4 +1,4 @@
-"""Collects the values of a config and everything that is wrong with them, and knows who set what."""
+"""Collects the values of a config and everything wrong with them, and knows who set what."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from ppruntime.config_errors import (
     show,
     wrong_value,
 )
-from ppruntime.config_keys import TRAIN_KEYS_OF_DIMS, Config, Model, Section, Train
+from ppruntime.config_keys import TRAIN_KEYS_OF_DIMS, Config, Model, Section
+from ppruntime.config_rules import broken_rules
 from ppruntime.models.dims import ModelDims, preset
 from ppruntime.models.presets import PRESETS
 from ppruntime.toml_places import KeyPath, key_lines
 
 _LARGEST_FILE_BYTES = 1 << 20  # a config is a page of text; more is a mistake or an attack
 _UNSET = "default"
+_STAND_IN = "tiny"  # the model of a config that names none, while its other mistakes are sought
 
 
 @dataclass
@@ -43,22 +45,28 @@ class Reading:
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[KeyPath, Place] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
-    start: Place = Place(COMMAND_LINE)
-    """Stands for the place of a value that nobody set."""
+    wrong_keys: set[str] = field(default_factory=set)
+    """Full names of keys whose value was refused: no rule may look at them."""
+    nobody: Place = field(default_factory=lambda: Place(COMMAND_LINE))
+    """The place of a value that nobody set: the first file."""
+    is_broken: bool = False
+    """Whether a file could not be read at all, so that its values are missing."""
 
     def add_file(self, path: Path) -> None:
-        """Lays the file's values over those that are there: tables key by key, others as a whole."""
+        """Lays the file's values over those there: tables key by key, others as a whole."""
         source = str(path)
-        if self.start.source == COMMAND_LINE:
-            self.start = Place(source, 1)
+        if self.nobody.source == COMMAND_LINE:
+            self.nobody = Place(source, 1)
         try:
             text = _read(path)
             table = tomllib.loads(text)
             lines = key_lines(text)
         except OSError as error:
             self.mistakes.append(Mistake(Place(source), _no_file(path, error)))
+            self.is_broken = True
         except (ValueError, RecursionError) as error:
             self.mistakes.append(_no_toml(source, error))
+            self.is_broken = True
         else:
             self.places |= {path: Place(source, line) for path, line in lines.items()}
             _overlay(self.values, table)
@@ -72,95 +80,100 @@ class Reading:
             self.mistakes.append(Mistake(Place(COMMAND_LINE), f"{show(text)} {words}"))
             return
         self.places |= {path[:n]: Place(COMMAND_LINE) for n in range(1, len(path) + 1)}
-        table: Any = (
-            None if value == _UNSET else _override_value(value, _key_types(path[:-1]).get(path[-1]))
-        )
+        key_type = _key_types(path[:-1]).get(path[-1])
+        table: Any = None if value == _UNSET else _override_value(value, key_type)
         for part in reversed(path):
             table = {part: table}
         _overlay(self.values, table)
 
     def config(self) -> Config:
-        """The values as structs. Raises ConfigError with all the mistakes so far, if there is one."""
-        section_types = {f.name: f.type for f in msgspec.structs.fields(Config)}
-        made: dict[str, Any] = {"train": Train()}
+        """The values as structs. Raises ConfigError with all mistakes if there is one."""
+        if self.is_broken:
+            self._raise()
+        sections = _fields(Config)
+        made: dict[str, Any] = {}
         for name, value in ({"model": {}} | self.values).items():
             if name == "model":
                 made[name] = self._model(value)
-            elif name in section_types:
-                made[name] = self._section(section_types[name], value, (name,))
+            elif name in sections:
+                made[name] = self._section(sections[name], value, (name,))
             else:
-                self.complain((name,), _no_section(name))
-        self.stop_if_wrong()
-        in_dims = {name: getattr(made["train"], name) for name in TRAIN_KEYS_OF_DIMS}
-        dims = replace(made["model"].dims, **in_dims)
-        return Config(**made | {"model": replace(made["model"], dims=dims)})
+                self._complain((name,), _no_section(name))
+        config = Config(**made)
+        in_dims = {name: getattr(config.train, name) for name in TRAIN_KEYS_OF_DIMS}
+        dims = replace(config.model.dims, **in_dims)
+        config = replace(config, model=replace(config.model, dims=dims))
+        for key, text in broken_rules(config, self._is_set, self.wrong_keys):
+            self._complain(tuple(key.split(".")), text)
+        if self.mistakes:
+            self._raise()
+        return config
 
-    def is_set(self, key: str) -> bool:
+    def _raise(self) -> None:
+        in_file_order = sorted(self.mistakes, key=lambda mistake: mistake.place)
+        raise ConfigError("\n".join(map(str, in_file_order)))
+
+    def _is_set(self, key: str) -> bool:
         """Whether a file or the command line gives `section.key` a value."""
         target: Any = self.values
         for name in key.split("."):
             target = target.get(name) if isinstance(target, dict) else None
         return target is not None
 
-    def complain(self, path: KeyPath, text: str) -> None:
+    def _complain(self, path: KeyPath, text: str) -> None:
         """Records a mistake at the place that set `path`, else its section, else the first file."""
         while path and path not in self.places:
             path = path[:-1]
-        self.mistakes.append(Mistake(self.places.get(path, self.start), text))
+        self.mistakes.append(Mistake(self.places.get(path, self.nobody), text))
 
-    def stop_if_wrong(self) -> None:
-        """Raises ConfigError if there was a mistake so far."""
-        if self.mistakes:
-            raise ConfigError("\n".join(str(mistake) for mistake in self.mistakes))
+    def _refuse(self, path: tuple[str, ...], text: str) -> None:
+        self._complain(path, text)
+        self.wrong_keys.add(".".join(path))
 
-    def _section(
-        self, section_type: type[Section], table: Any, path: tuple[str, ...]
-    ) -> Section | None:
+    def _section(self, section_type: type[Section], table: Any, path: tuple[str, ...]) -> Section:
         """A struct of the table's values; a wrong one is recorded and takes its default."""
-        values = self._values(_fields(section_type), table, path)
-        return None if values is None else section_type(**values)
+        return section_type(**self._values(_fields(section_type), table, path))
 
-    def _model(self, table: Any) -> Model | None:
+    def _model(self, table: Any) -> Model:
         """`name` picks the preset, every other key replaces a field of it."""
         values = self._values(_key_types(("model",)), table, ("model",))
-        if values is None:
-            return None
         name = values.pop("name", None)
         if name not in PRESETS:
-            text = (
-                f"model.name = {show(name)} is not a model; expected one of {', '.join(map(show, PRESETS))}"
-                + did_you_mean(name, PRESETS)
-                if name is not None
-                else f'model.name is missing; write name = "tiny" or another of {", ".join(PRESETS)}'
-            )
-            self.complain(("model", "name"), text)
-            return None
+            known = ", ".join(map(show, PRESETS))
+            if name is not None:
+                text = f"model.name = {show(name)} is not a model; expected one of {known}"
+                self._refuse(("model", "name"), text + did_you_mean(name, PRESETS))
+            elif not self.wrong_keys & {"model", "model.name"}:
+                self._refuse(("model", "name"), f"model.name is missing; write one of {known}")
+            name = _STAND_IN
+        if any(key.startswith("model") for key in self.wrong_keys):
+            self.wrong_keys.add("model")  # whatever is asked of the dims, the answer is in doubt
         return Model(name=name, dims=replace(preset(name), **values))
 
     def _values(
         self, types: Mapping[str, Any], table: Any, path: tuple[str, ...]
-    ) -> dict[str, Any] | None:
-        """The table's values, each as its field's type has it. None if the table is not a table."""
+    ) -> dict[str, Any]:
+        """The table's values, each as its field's type has it; refused ones are left out."""
         section = ".".join(path)
+        if table is None:
+            return {}  # taken back by `default`
         if not isinstance(table, dict):
-            self.complain(
-                path, f"{section} = {show(table)} is not allowed; {section} is a section of keys"
-            )
-            return None
+            words = f"is not allowed; {section} is a section of keys"
+            self._refuse(path, f"{section} = {show(table)} {words}")
+            return {}
         values: dict[str, Any] = {}
         for name, value in table.items():
-            key = f"{section}.{name}"
-            if name not in types:
-                self.complain((*path, name), _no_key(key, types))
-            elif value is None:
-                continue  # taken back by `default`
-            elif isinstance(types[name], type) and issubclass(types[name], Section):
-                values[name] = self._section(types[name], value, (*path, name))
-            else:
+            key_type = types.get(name)
+            if key_type is None:
+                self._complain((*path, name), _no_key(f"{section}.{name}", types))
+            elif isinstance(key_type, type) and issubclass(key_type, Section):
+                values[name] = self._section(key_type, value, (*path, name))
+            elif value is not None:
                 try:
-                    values[name] = convert(value, types[name])
+                    values[name] = convert(value, key_type)
                 except msgspec.ValidationError:
-                    self.complain((*path, name), wrong_value(key, value, types[name]))
+                    text = wrong_value(f"{section}.{name}", value, key_type)
+                    self._refuse((*path, name), text)
         return values
 
 
@@ -168,7 +181,7 @@ def _read(path: Path) -> str:
     with path.open("rb") as file:
         data = file.read(_LARGEST_FILE_BYTES + 1)
     if len(data) > _LARGEST_FILE_BYTES:
-        raise ValueError(f"the file is larger than {_LARGEST_FILE_BYTES} bytes")
+        raise ValueError(f"the file has more than {_LARGEST_FILE_BYTES} bytes")
     return data.decode()
 
 
@@ -204,19 +217,20 @@ def _overlay(under: dict[str, Any], over: dict[str, Any]) -> None:
 def _override_value(text: str, key_type: Any) -> Any:
     """`text` as TOML; as a plain text where it is no TOML, or where the key only takes texts."""
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        table = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
-    for candidate in (value, text):
+    for candidate in (table["value"], text):
         try:
             convert(candidate, key_type)
-        except (msgspec.ValidationError, TypeError):
+        except msgspec.ValidationError:
             continue
         return candidate
-    return value
+    return table["value"]
 
 
 def _fields(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Name -> type, with its ranges, of a struct's fields."""
     return {f.name: f.type for f in msgspec.structs.fields(struct)}
 
 
@@ -224,7 +238,7 @@ def _key_types(path: tuple[str, ...]) -> dict[str, Any]:
     """Name -> type of the keys in the section at `path`; empty if there is no such section."""
     if path == ("model",):
         dims = _fields(ModelDims)
-        return {"name": str} | {name: dims[name] for name in dims if name not in TRAIN_KEYS_OF_DIMS}
+        return {"name": str} | {n: dims[n] for n in dims if n not in TRAIN_KEYS_OF_DIMS}
     types = _fields(Config)
     for name in path:
         section = types.get(name)
@@ -238,8 +252,9 @@ def _no_section(name: str) -> str:
     sections = _fields(Config)
     owner = next((s for s in sections if name in _key_types((s,))), None)
     if owner is not None:
-        return f"{name} is not a section; it is a key of [{owner}], write {owner}.{name}"
-    return f"{name} is not a section; expected one of {', '.join(sections)}{did_you_mean(name, sections)}"
+        return f"{name} is not a section, it is a key of [{owner}]; write {owner}.{name}"
+    hint = did_you_mean(name, sections)
+    return f"{name} is not a section; expected one of {', '.join(sections)}{hint}"
 
 
 def _no_key(key: str, known: Mapping[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""Documents out of text files, JSON lines or the Python standard library, for `token_file.write`."""
+"""Documents out of text files, JSON lines or the Python standard library, for
+`token_file.write`."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def build(
     eod: str | None = None,
     if_exists: Literal["refuse", "replace", "keep"] = "refuse",
 ) -> None:
-    """Tokenizes `texts` into a token file; `eod` names the token that ends each document, if any."""
+    """Tokenizes `texts` into a token file; `eod` names the token that ends each document, if
+    any."""
     eod_id = None if eod is None else tokenizer.id_of(eod)
     vocabulary = Vocabulary(tokenizer.name, tokenizer.vocab_size, tokenizer.sha256, eod_id)
     documents = (_document(text, tokenizer, eod_id) for text in texts)
@@ -54,8 +56,8 @@ def build(
 def file_texts(paths: Iterable[str | Path]) -> Iterator[Text]:
     """The documents in `paths`, in order; a folder stands for its files, sorted by path.
 
-    A `.jsonl` file holds a document a line, `{"text": ...}` or `{"prompt": ..., "completion": ...}`;
-    any other file is one document. Raises DataError.
+    A `.jsonl` file holds a document a line, `{"text": ...}` or `{"prompt": ..., "completion":
+    ...}`; any other file is one document. Raises DataError.
     """
     for path in map(Path, paths):
         if not path.exists():
@@ -88,7 +90,8 @@ def stdlib_prefix() -> Path:
 
 
 def build_stdlib(prefix: Path) -> None:
-    """Builds the standard library's token file unless it is there; several processes may at once."""
+    """Builds the standard library's token file unless it is there; several processes may at
+    once."""
     build(prefix, stdlib_texts(), ByteTokenizer(), if_exists="keep")
 
 

@@ -1,13 +1,15 @@
-"""Which tokens a micro-batch holds: a pure function of the config and the step. Start at `open_data`.
+"""Which tokens a micro-batch holds: a pure function of the config and the step. Start at
+`open_data`.
 
 The order. In each epoch the documents are permuted and laid end to end, and this stream is cut into
 windows of `seq_len` tokens; sample i of the epoch is the window that a second permutation names. A
-window's last label is the first token of the next window, so every token is an input once per epoch.
-The last window is filled up with tokens that are not learnt.
+window's last label is the first token of the next window, so every token is an input once per
+epoch. The last window is filled up with tokens that are not learnt.
 
-Samples are numbered through all epochs, and step s has samples s x B to (s + 1) x B of them, B being
-the global batch. Data rank d takes the d-th part of these. So the cursor of a run is its step, nothing
-else has to be saved, and the samples of a step are the same at any number of data ranks.
+Samples are numbered through all epochs, and step s has samples s x B to (s + 1) x B of them, B
+being the global batch. Data rank d takes the d-th part of these. So the cursor of a run is its
+step, nothing else has to be saved, and the samples of a step are the same at any number of data
+ranks.
 
 Shape letters: B sequences, T tokens of a sequence.
 """
@@ -120,8 +122,8 @@ class Batches:
 
 
 def open_data(config: Config, split: Split = "train") -> Batches:
-    """The run's batches, or those of its validation. Builds the standard library's token file on first
-    use. Raises DataError, also for ids that the model's vocabulary lacks."""
+    """The run's batches, or those of its validation. Builds the standard library's token file on
+    first use. Raises DataError, also for ids that the model's vocabulary lacks."""
     train, vocab_size = config.train, config.model.dims.vocab_size
     source: Source
     if config.data.type in ("random", "counting"):
@@ -156,7 +158,7 @@ def _token_source(config: Config, split: Split) -> TokenSource:
     if data.type == "stdlib":
         build_stdlib(prefix)
     file = TokenFile.open(prefix)
-    check_vocabulary(file, config.model.dims.vocab_size, num_samples=_PAGES_CHECKED)
+    file.check_ids(config.model.dims.vocab_size, num_pages=_PAGES_CHECKED)
     training, validation = split_documents(file.num_documents, data.validation_share)
     return TokenSource(
         file=file,
@@ -170,17 +172,6 @@ def _token_source(config: Config, split: Split) -> TokenSource:
     )
 
 
-def check_vocabulary(file: TokenFile, vocab_size: int, *, num_samples: int | None = None) -> None:
-    """Raises DataError for an id that the model lacks; looks at some pages, or at all of the file."""
-    largest, at = file.max_id(num_samples=num_samples)
-    if largest >= vocab_size:
-        byte = at * file.tokens.itemsize
-        raise DataError(
-            f"{file.prefix}.bin: token {int(file.tokens[at])} at byte {byte}, the model's vocabulary ends "
-            f"at {vocab_size - 1}; use the tokenizer of this model"
-        )
-
-
 def split_documents(num_documents: int, validation_share: float) -> tuple[Integers, Integers]:
     """The documents for training and those held out, both ascending; the same for every seed.
 
@@ -190,7 +181,8 @@ def split_documents(num_documents: int, validation_share: float) -> tuple[Intege
     order = permutation(num_documents, key("validation"))
     if num_held_out == num_documents:
         raise DataError(
-            f"{num_documents} document with data.validation_share = {validation_share:g} leaves none to "
+            f"{num_documents} document with data.validation_share = {validation_share:g} leaves "
+            "none to "
             "train on; set the share to 0 or use more documents"
         )
     return np.sort(order[num_held_out:]), np.sort(order[:num_held_out])
@@ -235,7 +227,8 @@ class TokenSource:
         self._stream = lru_cache(2)(self._make_stream)
         if self._num_tokens == len(documents):
             raise DataError(
-                f"{file.prefix}: every document has one token, so there is nothing to predict; build the "
+                f"{file.prefix}: every document has one token, so there is nothing to predict; "
+                "build the "
                 "file from longer documents"
             )
 
@@ -324,20 +317,18 @@ class TokenSource:
         return Samples(tokens, positions, learn)
 
     def _check_ids(self, tokens: Integers, source: Integers) -> None:
+        """What the look at some pages at the start may have missed."""
         wrong = (tokens < 0) | (tokens >= self._vocab_size)
         if wrong.any():
-            at = int(source[wrong][0])
-            raise DataError(
-                f"{self._file.prefix}.bin: token {int(tokens[wrong][0])} at byte "
-                f"{at * self._file.tokens.itemsize}, the model's vocabulary ends at {self._vocab_size - 1}"
-            )
+            raise self._file.wrong_id(int(source[wrong][0]), self._vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
 class MadeUpTokens:
     """Sequences without a file, one document each, no two alike.
 
-    Counting sequences (t + 1 follows t) can be learnt, so that a loss has to fall; the others cannot.
+    Counting sequences (t + 1 follows t) can be learnt, so that a loss has to fall; the others
+    cannot.
     """
 
     learnable: bool

@@ -29,15 +29,16 @@ def mix(values: Integers | NDArray[np.uint64], with_key: int) -> NDArray[np.uint
 
 
 def permutation(size: int, with_key: int) -> Integers:
-    """0 .. size - 1 in an order that depends on the key. Takes time and memory for `size` numbers."""
+    """0 .. size - 1 in an order that depends on the key. Takes time and memory for `size`
+    numbers."""
     return np.argsort(mix(np.arange(size), with_key), kind="stable")
 
 
 def permute(values: Integers, size: int, with_key: int) -> Integers:
     """Where a permutation of 0 .. size - 1 sends `values`, without making the permutation.
 
-    A Feistel network on the next power of four, walked until it falls below `size` (Black and Rogaway
-    2002, cycle walking): less than four steps on average.
+    A Feistel network on the next power of four, walked until it falls below `size` (Black and
+    Rogaway 2002, cycle walking): less than four steps on average.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     half = np.uint64((1 << half_bits) - 1)

@@ -7,8 +7,8 @@ The format is Megatron's, so that its files can be read and it can read ours:
     PREFIX.mask  ours, optional: one byte a token, 0 where the token is not to be learnt
     PREFIX.json  ours, optional: tokenizer, vocabulary, checksums (`TokenFileInfo`)
 
-Nothing in such a file is trusted: every count is checked against the sizes of the files before anything
-is allocated, and whatever does not fit is a DataError.
+Nothing in such a file is trusted: every count is checked against the sizes of the files before
+anything is allocated, and whatever does not fit is a DataError.
 """
 
 from __future__ import annotations
@@ -71,14 +71,15 @@ class _Map:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """An open token file. Opening reads the index once and maps the rest; it checks everything except
-    the ids themselves (`max_id`, `checksum_problems`)."""
+    """An open token file. Opening reads the index once and maps the rest; it checks everything
+    except the ids themselves (`max_id`, `checksum_problems`)."""
 
     prefix: Path
     tokens: NDArray[np.integer]
     """Ids of all documents, mapped read-only."""
     document_starts: Integers
-    """Where each document begins in `tokens`, and the end of the last: one entry more than documents."""
+    """Where each document begins in `tokens`, and the end of the last: one entry more than
+    documents."""
     learn: NDArray[np.uint8] | None
     """Per token: 0 where it is not to be learnt, mapped read-only. None: learn all."""
     info: TokenFileInfo | None
@@ -97,7 +98,8 @@ class TokenFile:
         wanted = size * np.dtype(item_type).itemsize
         if len(tokens.content) != wanted:
             raise DataError(
-                f"{tokens.path}: {len(tokens.content)} bytes, its index wants {wanted}; the file is "
+                f"{tokens.path}: {len(tokens.content)} bytes, its index wants {wanted}; the file "
+                "is "
                 "truncated or belongs to another index"
             )
         maps = [tokens]
@@ -149,32 +151,48 @@ class TokenFile:
                     "opened; restart the run when the file is finished"
                 )
 
-    def max_id(self, *, num_samples: int | None = None) -> tuple[int, int]:
-        """The largest id and where it stands in `tokens`; of `num_samples` pages spread over the file, or
-        of all of it. Negative ids, which signed types can hold, count as larger than all others."""
-        page = 4096 if num_samples else _BLOCK_TOKENS
+    def check_ids(self, vocab_size: int, *, num_pages: int | None = None) -> None:
+        """Raises DataError for an id outside a vocabulary; looks at `num_pages` pages spread over
+        the file, or at all of it."""
+        page = 4096 if num_pages else _BLOCK_TOKENS
         starts = np.arange(0, self.num_tokens, page)
-        if num_samples and len(starts) > num_samples:
-            starts = starts[np.linspace(0, len(starts) - 1, num_samples).astype(np.int64)]
-        largest = (-1, 0)
+        if num_pages and len(starts) > num_pages:
+            starts = starts[np.linspace(0, len(starts) - 1, num_pages).astype(np.int64)]
         for start in starts.tolist():
-            ids = np.asarray(self.tokens[start : start + page]).astype(np.int64).view(np.uint64)
-            at = int(ids.argmax())
-            largest = max(largest, (int(ids[at]), start + at), key=lambda found: found[0])
-        return largest
+            ids = self.tokens[start : start + page].astype(np.int64)
+            wrong = (ids < 0) | (ids >= vocab_size)
+            if wrong.any():
+                raise self.wrong_id(start + int(wrong.argmax()), vocab_size)
 
-    def checksum_problems(self) -> list[str]:
-        """Sentences about files whose content is not what PREFIX.json says. Reads everything."""
-        problems = []
+    def wrong_id(self, at: int, vocab_size: int) -> DataError:
+        """The error for the id at `at`, which a vocabulary lacks."""
+        return DataError(
+            f"{_with(self.prefix, 'bin')}: token {int(self.tokens[at])} at byte "
+            f"{at * self.tokens.itemsize}, the vocabulary has ids 0 to {vocab_size - 1}; build "
+            "the file with the model's tokenizer"
+        )
+
+    def check_content(self, vocab_size: int | None = None) -> None:
+        """Raises DataError unless every id is in the vocabulary, by default that of PREFIX.json,
+        and the files are those that PREFIX.json speaks of. Reads everything."""
+        if vocab_size is None:
+            vocab_size = self.info.vocab_size if self.info else 1 << 31
+        self.check_ids(vocab_size)
         for suffix, wanted in (self.info.sha256 if self.info else {}).items():
             path = _with(self.prefix, suffix)
-            with path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+            found = _checksum(path)
             if found != wanted:
-                problems.append(
-                    f"{path}: sha256 differs (want {wanted[:12]}..., got {found[:12]}...)"
+                raise DataError(
+                    f"{path}: sha256 differs (want {wanted[:12]}..., got {found[:12]}...); build "
+                    "the file anew"
                 )
-        return problems
+
+    def summary(self) -> str:
+        """What the file holds, in one line."""
+        what = f"{self.prefix}: {self.num_tokens:,} tokens in {self.num_documents:,} documents"
+        tokenizer = f", tokenizer {self.info.tokenizer}" if self.info else ""
+        share = "" if self.learn is None else f", {np.count_nonzero(self.learn):,} to be learnt"
+        return f"{what}, {self.tokens.dtype.name}{tokenizer}{share}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,8 +278,8 @@ class _Temporary:
         self.temporary.unlink(missing_ok=True)
 
     def checksum(self) -> str:
-        self.file.seek(0)
-        return hashlib.file_digest(self.file, "sha256").hexdigest()
+        self.file.flush()
+        return _checksum(self.temporary)
 
     def commit(self) -> None:
         self.file.flush()
@@ -289,7 +307,8 @@ def _write_ids(
                 f"{vocabulary.tokenizer} ends at {vocabulary.size - 1}"
             )
         ids_file.write(ids.astype(item_type).tobytes())
-        mask_file.write(np.ones(len(ids), np.uint8) if learn is None else learn.astype(np.uint8))
+        to_learn = np.ones(len(ids), np.uint8) if learn is None else learn.astype(np.uint8)
+        mask_file.write(to_learn.tobytes())
         has_mask |= learn is not None and not learn.all()
         lengths.append(len(ids))
     return lengths, has_mask
@@ -333,7 +352,8 @@ def _parse_index(index: NDArray[np.uint8], path: Path) -> tuple[Integers, str]:
     # A multimodal index has one more byte for each sequence; what it says does not matter here.
     if len(index) not in (wanted, wanted + num_sequences):
         raise DataError(
-            f"{path}: {len(index)} bytes, {num_sequences} sequences and {num_bounds} document bounds want "
+            f"{path}: {len(index)} bytes, {num_sequences} sequences and {num_bounds} document "
+            "bounds want "
             f"{wanted}; the file is truncated or broken"
         )
     if num_sequences == 0 or num_bounds < 2:
@@ -352,12 +372,14 @@ def _parse_index(index: NDArray[np.uint8], path: Path) -> tuple[Integers, str]:
     if (pointers != expected).any():
         wrong = int((pointers != expected).argmax())
         raise DataError(
-            f"{path}: sequence {wrong} begins at byte {pointers[wrong]}, the lengths before it end at byte "
+            f"{path}: sequence {wrong} begins at byte {pointers[wrong]}, the lengths before it end "
+            "at byte "
             f"{expected[wrong]}; the file is broken"
         )
     if bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 1).any():
         raise DataError(
-            f"{path}: document bounds have to rise from 0 to {num_sequences}, without empty documents; "
+            f"{path}: document bounds have to rise from 0 to {num_sequences}, without empty "
+            "documents; "
             "the file is broken"
         )
     return starts[bounds], _TYPE_OF_CODE[code]
@@ -392,3 +414,8 @@ def _map(prefix: Path, suffix: str) -> _Map:
 
 def _with(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(f"{prefix.name}.{suffix}")
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

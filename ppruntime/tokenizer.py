@@ -1,4 +1,5 @@
-"""Text -> token ids: bytes as they are, or any `tokenizer.json` through the `tokenizers` package."""
+"""Text -> token ids: bytes as they are, or any `tokenizer.json` through the `tokenizers`
+package."""
 
 from __future__ import annotations
 

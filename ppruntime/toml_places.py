@@ -1,7 +1,7 @@
 """Finds the line of every key in a TOML text.
 
-`tomllib` gives values without places, and only its syntax errors know their line. This scanner walks a
-text that `tomllib` has accepted, so it may skip over values without judging them.
+`tomllib` gives values without places, and only its syntax errors know their line. This scanner
+walks a text that `tomllib` has accepted, so it may skip over values without judging them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class _Scanner:
                 self.pair(table)
 
     def header(self, entries: dict[KeyPath, int]) -> KeyPath:
-        """`[a.b]` or `[[a.b]]`; a table below an array of tables belongs to the array's last entry."""
+        """`[a.b]` or `[[a.b]]`; a table below an array of tables belongs to the array's last
+        entry."""
         is_array = self.next_is("[[")
         self.move_to(self.at + (2 if is_array else 1))
         path: KeyPath = ()

@@ -1,0 +1,202 @@
+"""The command `ppruntime`. Subcommands load what they need when they run; none loads torch here."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Annotated, TypeAlias
+
+from cyclopts import App, CycloptsError, Parameter
+
+from ppruntime import __version__
+
+app = App(
+    name="ppruntime",
+    version=__version__,
+    help="""Pipeline-parallel training of DeepSeek-V4.1-Flash and V4-Flash.
+
+    A run is a TOML file. Look at it with: ppruntime plan launch/configs/tiny.toml
+
+    Start it with: torchrun --nproc-per-node 4 -m ppruntime.launch.train launch/configs/tiny.toml
+    """,
+)
+data_app = App(name="data", help="Make and check token files.")
+app.command(data_app)
+app.command(
+    "ppruntime.launch.schedule_cli:app",
+    name="schedule",
+    help="Show, compare, check and search orders of work.",
+)
+
+Argument: TypeAlias = Annotated[
+    str, Parameter(help="TOML files, later ones on top, and section.key=value texts.")
+]
+
+
+@app.command
+def train(*arguments: Argument) -> int:
+    """Trains in this process, or says how to start the processes that the run needs."""
+    from ppruntime.config import load
+    from ppruntime.launch import train as entry_point
+
+    config = load(*_files_and_overrides(arguments))
+    if config.world_size == 1:
+        return entry_point.main(arguments)
+    started = "the run needs more than this one process; nothing was started"
+    print(f"{config.world_size} processes: {started}. Use:\n", file=sys.stderr)
+    module = ["-m", "ppruntime.launch.train", *arguments]
+    print(shlex.join(["torchrun", "--nproc-per-node", str(config.world_size), *module]))
+    return 2
+
+
+@app.command
+def plan(*arguments: Argument, json: bool = False) -> int:
+    """Prints what each stage would hold and send, without starting anything.
+
+    Parameters
+    ----------
+    json
+        Print one JSON object instead of a table.
+    """
+    from ppruntime.config import load
+    from ppruntime.plan_report import plan_json, plan_text
+
+    config = load(*_files_and_overrides(arguments))
+    print(plan_json(config) if json else plan_text(config))
+    return 0
+
+
+@app.command
+def config(*arguments: Argument) -> int:
+    """Prints the config that the files and overrides give, every key of it, as TOML."""
+    from ppruntime.config import dumps, load
+
+    print(dumps(load(*_files_and_overrides(arguments))), end="")
+    return 0
+
+
+@data_app.command
+def build(
+    *paths: str,
+    out: str,
+    tokenizer: str = "bytes",
+    corpus: str | None = None,
+    eod: str | None = None,
+    force: bool = False,
+) -> int:
+    """Writes PREFIX.bin and PREFIX.idx from texts.
+
+    A folder stands for its files. A .jsonl file holds a document a line, {"text": ...} or
+    {"prompt": ..., "completion": ...}; of the latter only the completion is learnt.
+
+    Parameters
+    ----------
+    paths
+        Text files, .jsonl files and folders.
+    out
+        Prefix of the files to write.
+    tokenizer
+        "bytes", or the path of a tokenizer.json.
+    corpus
+        "stdlib": the Python standard library's sources, instead of paths.
+    eod
+        Token, or its id, that ends each document.
+    force
+        Replace files that exist.
+    """
+    from ppruntime.corpus import build as build_token_file
+    from ppruntime.corpus import file_texts, stdlib_texts
+    from ppruntime.token_file import DataError
+    from ppruntime.tokenizer import load_tokenizer
+
+    if corpus not in (None, "stdlib"):
+        raise DataError(f"there is no corpus {corpus!r}; leave --corpus out or use stdlib")
+    if bool(paths) == (corpus is not None):
+        raise DataError("nothing to read, or two things; give either paths or --corpus stdlib")
+    build_token_file(
+        out,
+        file_texts(paths) if paths else stdlib_texts(),
+        load_tokenizer(tokenizer),
+        eod=eod,
+        if_exists="replace" if force else "refuse",
+    )
+    return check(out)
+
+
+@data_app.command
+def check(prefix: str, *, vocab_size: int | None = None) -> int:
+    """Reads all of a token file and says what is in it, or what is wrong with it.
+
+    Parameters
+    ----------
+    prefix
+        The token file, without .bin.
+    vocab_size
+        The model's; by default the one that the file was built for.
+    """
+    from ppruntime.token_file import TokenFile
+
+    file = TokenFile.open(prefix)
+    file.check_content(vocab_size)
+    print(file.summary())
+    return 0
+
+
+@app.command
+def version() -> int:
+    """Prints the versions of ppruntime, Python and the packages that it works with."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    print(f"ppruntime {__version__}\npython {sys.version.split()[0]}")
+    for package in ("torch", "triton", "numpy", "msgspec", "safetensors", "nvidia-nccl-cu13"):
+        try:
+            print(f"{package} {installed(package)}")
+        except PackageNotFoundError:
+            print(f"{package} is not installed")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a subcommand and gives its exit code: 0 done, 2 wrong arguments or config, 16 data.
+
+    What a user did wrong is printed once, without a traceback.
+    """
+    try:
+        code = app(
+            sys.argv[1:] if arguments is None else list(arguments),
+            result_action="return_value",
+            exit_on_error=False,
+        )
+    except CycloptsError:  # which has printed itself
+        return 2
+    except ValueError as error:
+        exit_code = _exit_code(error)
+        if exit_code is None:
+            raise
+        print(error, file=sys.stderr)
+        return exit_code
+    return code if isinstance(code, int) else 0
+
+
+def _exit_code(error: ValueError) -> int | None:
+    """The exit code for what a user did wrong; None for what we did wrong."""
+    from ppruntime.config_errors import ConfigError
+    from ppruntime.schedules.ops import ScheduleError
+
+    if isinstance(error, ConfigError | ScheduleError):
+        return 2
+    from ppruntime.token_file import DataError  # loads numpy, which config errors need not wait for
+
+    return 16 if isinstance(error, DataError) else None
+
+
+def _files_and_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Arguments with an equals sign are overrides, the others files."""
+    files = [argument for argument in arguments if "=" not in argument]
+    return files, [argument for argument in arguments if "=" in argument]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
