@@ -301,7 +301,9 @@ def _together(act: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     try:
         result = act()
     except (Exception, CheckpointException) as error:  # torch's derives from BaseException
-        failure, complaint = error, _sentence(error)
+        failure, complaint = error, _sentence(error, _place(group)[0])
+        if group is not None and not isinstance(error, (CheckpointError, CheckpointException)):
+            complaint = f"rank {dist.get_rank(group)}: {complaint}"
     complaint = first_complaint(complaint, group)
     if complaint is not None:
         raise CheckpointError(complaint) from failure
@@ -313,15 +315,17 @@ def _on_first_rank(act: Callable[[], None], group: dist.ProcessGroup | None) -> 
     _together(act if _place(group)[0] == 0 else lambda: None, group)
 
 
-def _sentence(error: BaseException) -> str:
-    """The error in one line; of torch's report on many ranks, the lowest rank's."""
+def _sentence(error: BaseException, rank: int) -> str:
+    """The error in one line, with the rank it happened on; of torch's report the lowest rank's."""
     if isinstance(error, CheckpointException) and error.failures:
-        return _sentence(error.failures[min(error.failures)][0])
+        rank = min(error.failures)
+        return _sentence(error.failures[rank][0], rank)
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError):
-        return f"{error.strerror}: {error.filename}" if error.filename else str(error)
-    return f"{type(error).__name__}: {error}"
+        where = f" ({error.filename})" if error.filename else ""
+        return f"rank {rank}: {error.strerror}{where}"
+    return f"rank {rank}: {type(error).__name__}: {error}"
 
 
 @contextmanager

@@ -15,7 +15,7 @@ def lr_at(step: int, *, peak: float, final: float, num_warmup_steps: int, num_st
     if step < 1:
         raise ValueError(f"step is {step}; steps are counted from 1")
     if step <= num_warmup_steps:
-        return peak * step / num_warmup_steps
+        return peak * (step / num_warmup_steps)
     if step >= num_steps:
         return final
     done = (step - num_warmup_steps) / (num_steps - num_warmup_steps)
