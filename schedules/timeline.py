@@ -10,10 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple, NoReturn
 
 from ppruntime.schedules.costs import Costs, Hops, StageBytes
+from ppruntime.schedules.counts import peak_in_flight
 from ppruntime.schedules.ops import COMPUTE, Kind, Op, Pair, Schedule, ScheduleError, ops_of
 
 
@@ -140,27 +140,6 @@ def simulate(
     )
     run.play()
     return run.timeline(stage_bytes)
-
-
-def count_transfers(schedule: Schedule) -> int:
-    """Messages between ranks in one step: one per micro-batch, direction and hop between ranks."""
-    hops_between_ranks = sum(a != b for a, b in pairwise(schedule.stage_to_rank))
-    return 2 * schedule.num_micro_batches * hops_between_ranks
-
-
-def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Most chunk activations each rank holds; it depends on the order alone, not on times."""
-    peaks = []
-    for rank in range(schedule.num_ranks):
-        held = peak = 0
-        for op in schedule.ops(rank):
-            if op.kind is Kind.F:
-                held += 1
-                peak = max(peak, held)
-            elif op.kind in (Kind.B, Kind.W):
-                held -= 1
-        peaks.append(peak)
-    return tuple(peaks)
 
 
 def _noise(schedule: Schedule, jitter: float, seed: int) -> list[float]:

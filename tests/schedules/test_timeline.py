@@ -1,0 +1,319 @@
+"""The timeline against closed forms, golden numbers and an independent longest path."""
+
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppruntime.schedules import make, passes
+from ppruntime.schedules.costs import Costs, Hops, StageBytes, parse_costs
+from ppruntime.schedules.ops import Kind, Op, Pair, Schedule, ScheduleError
+from ppruntime.schedules.timeline import Timeline, simulate
+
+PLAIN = ("gpipe", "1f1b", "async_1f1b", "1f1b_w", "interleaved_1f1b")
+
+
+def uniform(schedule: Schedule, forward: float, input_grad: float, weight_grad: float) -> Costs:
+    return Costs.even(forward, input_grad, weight_grad, schedule.stage_to_rank)
+
+
+def longest_path(schedule: Schedule, costs: Costs, hops: Hops) -> float:
+    """The makespan as the longest path over all precedence edges, by relaxation to a fixpoint:
+    nothing in common with the event simulation but the definition."""
+    forward, backward = hops.per_stage_hop(schedule.stage_to_rank)
+    orders = [list(schedule.ops(rank)) for rank in range(schedule.num_ranks)]
+    gradient = {
+        (op.stage, op.micro_batch): op for o in orders for op in o if op.kind in (Kind.I, Kind.B)
+    }
+    edges = [(a, b, 0.0) for order in orders for a, b in pairwise(order)]
+    for order in orders:
+        for op in order:
+            s, m = op.stage, op.micro_batch
+            if op.kind is Kind.F and s:
+                edges.append((Op(s - 1, Kind.F, m), op, forward[s - 1]))
+            if op.kind in (Kind.I, Kind.B):
+                edges.append((Op(s, Kind.F, m), op, 0.0))
+                if s + 1 < schedule.num_stages:
+                    edges.append((gradient[s + 1, m], op, backward[s]))
+            if op.kind is Kind.W:
+                edges.append((gradient[s, m], op, 0.0))
+    start = {op: 0.0 for order in orders for op in order}
+    changed = True
+    while changed:
+        changed = False
+        for a, b, latency in edges:
+            at = start[a] + costs.of(a) + latency
+            if at > start[b]:
+                start[b], changed = at, True
+    return max(at + costs.of(op) for op, at in start.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "even", "uneven", "peak"),
+    [
+        ("gpipe", (9, 9), (9, 9), (8, 8, 8, 8)),
+        ("1f1b", (9, 9), (9, 9), (4, 3, 2, 1)),
+        ("async_1f1b", (9, 9), (9, 9), (7, 5, 3, 1)),
+        ("1f1b_w", (6, 6), (7.5, 7.5), (4, 3, 2, 1)),
+        ("interleaved_1f1b", (4.5, 4.5), (4.5, 4.5), (11, 9, 7, 5)),
+    ],
+)
+def test_golden_bubbles_at_4_ranks_and_8_micro_batches(name, even, uneven, peak):
+    schedule = make(name, 4, 8)
+    for costs, (makespan_bubble, span_bubble) in (((1, 1, 1), even), ((1, 1.5, 0.5), uneven)):
+        timeline = simulate(schedule, uniform(schedule, *costs))
+        assert timeline.makespan_bubble == makespan_bubble
+        assert timeline.span_bubble == span_bubble
+    assert timeline.peak_in_flight == peak
+
+
+@given(
+    name=st.sampled_from(PLAIN),
+    ranks=st.integers(1, 6),
+    micro_batches=st.integers(1, 9),
+    data=st.data(),
+)
+def test_makespan_is_the_longest_path(name, ranks, micro_batches, data):
+    schedule = make(name, ranks, micro_batches)
+    cost = st.integers(0, 9).map(float)
+    triples = data.draw(
+        st.lists(
+            st.tuples(cost, cost, cost), min_size=schedule.num_stages, max_size=schedule.num_stages
+        )
+    )
+    costs = Costs(*zip(*triples, strict=True))
+    hops = Hops(data.draw(cost), data.draw(cost))
+    timeline = simulate(schedule, costs, hops)
+    assert timeline.makespan == longest_path(schedule, costs, hops)
+    assert_consistent(timeline)
+
+
+def assert_consistent(timeline: Timeline) -> None:
+    """Ops do not overlap, idle adds up, and the critical path is as long as the step."""
+    for rank, row in enumerate(timeline.rows):
+        for a, b in pairwise(row):
+            assert a.finish <= b.start
+        idle = timeline.idle[rank]
+        assert min(idle) >= 0
+        assert idle.total + timeline.busy[rank] == pytest.approx(timeline.makespan, abs=1e-9)
+    path = timeline.critical_path
+    if timeline.makespan:
+        assert path[0].start == 0
+        assert path[-1].finish == timeline.makespan
+    for a, b in pairwise(path):
+        assert a.finish == pytest.approx(b.start, abs=1e-9)
+    assert sum(leg.finish - leg.start for leg in path) == pytest.approx(timeline.makespan, abs=1e-9)
+
+
+@given(
+    name=st.sampled_from(PLAIN),
+    ranks=st.integers(1, 5),
+    micro_batches=st.integers(1, 8),
+    latency=st.integers(0, 3),
+)
+def test_a_lowered_order_takes_as_long_as_its_computations(name, ranks, micro_batches, latency):
+    schedule = make(name, ranks, micro_batches)
+    lowered = passes.add_frees(passes.add_transfers(schedule))
+    costs, hops = uniform(schedule, 2, 4, 2), Hops.both(float(latency))
+    plain, full = simulate(schedule, costs, hops), simulate(lowered, costs, hops)
+    assert plain.rows == full.rows
+    assert sorted(map(str, plain.transfers)) == sorted(map(str, full.transfers))
+    assert plain.idle == full.idle
+    assert plain.peak_in_flight == full.peak_in_flight
+    assert_consistent(full)
+
+
+def test_a_late_send_delays_its_reader():
+    """A lowered order's transfer starts at its SEND entry, not when the data exists."""
+    early = Schedule(
+        "early",
+        2,
+        (0, 1),
+        (
+            (
+                Op(0, Kind.F, 0),
+                Op(0, Kind.SEND_F, 0),
+                Op(0, Kind.F, 1),
+                Op(0, Kind.SEND_F, 1),
+                Op(0, Kind.B, 0),
+                Op(0, Kind.B, 1),
+            ),
+            (
+                Op(1, Kind.F, 0),
+                Op(1, Kind.B, 0),
+                Op(1, Kind.SEND_B, 0),
+                Op(1, Kind.F, 1),
+                Op(1, Kind.B, 1),
+                Op(1, Kind.SEND_B, 1),
+            ),
+        ),
+    )
+    order = list(early.orders[0])
+    order[1], order[2] = order[2], order[1]
+    late = Schedule("late", 2, (0, 1), (tuple(order), early.orders[1]))
+    costs = uniform(early, 1, 1, 1)
+    assert simulate(early, costs).rows[1][0].start == 1
+    assert simulate(late, costs).rows[1][0].start == 2
+
+
+def test_bubble_counts_the_first_message_as_fill_and_waits_by_cause():
+    schedule = make("1f1b", 2, 2)
+    timeline = simulate(schedule, uniform(schedule, 1, 1, 1), Hops.both(0.5))
+    # rank 1: F0 1.5-2.5, B0 2.5-4.5, F1 (there since 2.5) 4.5-5.5, B1 5.5-7.5; rank 0 ends at 10
+    assert timeline.makespan == 10
+    assert timeline.idle[1] == (1.5, 2.5, 0, 0)
+    # rank 0: F0 0-1, F1 1-2, B0 5-7 (made 4.5, sent 0.5), B1 8-10 (made 7.5, sent 0.5)
+    assert timeline.idle[0] == (0, 0, 2.5 + 0.5, 0.5 + 0.5)
+    assert [str(leg.op) for leg in timeline.critical_path] == [
+        "0F0", "0SEND_F0", "1F0", "1B0", "1F1", "1B1", "1SEND_B1", "0B1",
+    ]  # fmt: skip
+
+
+def test_a_deadlocked_order_raises_with_the_cycle_of_waits():
+    schedule = Schedule(
+        "mine",
+        2,
+        (0, 1),
+        (
+            (Op(0, Kind.F, 0), Op(0, Kind.B, 0), Op(0, Kind.F, 1), Op(0, Kind.B, 1)),
+            (Op(1, Kind.F, 0), Op(1, Kind.F, 1), Op(1, Kind.B, 0), Op(1, Kind.B, 1)),
+        ),
+    )
+    with pytest.raises(
+        ScheduleError, match="rank 0 waits at 0B0 for 1B0, rank 1 waits at 1F1 for 0F1"
+    ):
+        simulate(schedule, uniform(schedule, 1, 1, 1))
+
+
+def test_an_op_that_nobody_runs_is_named():
+    schedule = Schedule(
+        "mine", 1, (0, 1), ((Op(0, Kind.F, 0), Op(0, Kind.B, 0)), (Op(1, Kind.F, 0),))
+    )
+    with pytest.raises(ScheduleError, match="rank 0 waits at 0B0 for 1I0, which rank 1 never runs"):
+        simulate(schedule, uniform(schedule, 1, 1, 1))
+
+
+def test_an_op_outside_the_schedule_is_refused():
+    schedule = Schedule("mine", 1, (0,), ((Op(0, Kind.F, 1),),))
+    with pytest.raises(ScheduleError, match=r"rank 0 runs 0F1, but the schedule has 1 stages"):
+        simulate(schedule, uniform(schedule, 1, 1, 1))
+
+
+def test_a_fused_pair_waits_for_both_inputs_and_takes_the_gain():
+    pair = Pair(Op(0, Kind.F, 1), Op(1, Kind.B, 0))
+    schedule = Schedule(
+        "pairs",
+        2,
+        (0, 0),
+        (
+            (
+                Op(0, Kind.F, 0),
+                Op(1, Kind.F, 0),
+                pair,
+                Op(0, Kind.B, 0),
+                Op(1, Kind.F, 1),
+                Op(1, Kind.B, 1),
+                Op(0, Kind.B, 1),
+            ),
+        ),
+    )
+    costs = uniform(schedule, 2, 2, 2)
+    halves = simulate(schedule, costs)
+    fused = simulate(schedule, costs, fuse_pairs=True, overlap_gain=0.8)
+    assert halves.makespan == 12
+    assert fused.makespan == pytest.approx(12 - 0.2 * 3)
+    first, second = fused.rows[0][2:4]
+    assert (first.start, first.finish) == (second.start, second.finish)
+    assert fused.busy[0] == fused.makespan
+
+
+def test_jitter_costs_plain_1f1b_most_and_is_seeded():
+    """16 ranks, 320 micro-batches, 10 % noise: no slack loses about 9 %, a step more about 1 %."""
+
+    def loss(name: str, seed: int) -> float:
+        schedule = make(name, 16, 320)
+        costs = uniform(schedule, 1, 1, 1)
+        quiet = simulate(schedule, costs).makespan
+        return simulate(schedule, costs, jitter=0.1, seed=seed).makespan / quiet - 1
+
+    plain, slack = loss("1f1b", 1), loss("async_1f1b", 1)
+    assert 0.075 < plain < 0.1
+    assert 0.005 < slack < 0.015
+    assert loss("1f1b", 1) == plain
+    assert loss("1f1b", 2) != plain
+
+
+def test_bytes_follow_activations_and_kept_operands():
+    order = [
+        Op(0, Kind.F, 0),
+        Op(0, Kind.F, 1),
+        Op(0, Kind.I, 0),
+        Op(0, Kind.W, 0),
+        Op(0, Kind.B, 1),
+    ]
+    schedule = Schedule("bytes", 2, (0,), (tuple(order),))
+    held = StageBytes(activation=(10.0,), weight_grad_operands=(4.0,), base=(100.0,))
+    timeline = simulate(schedule, uniform(schedule, 1, 1, 1), stage_bytes=held)
+    assert [tuple(point) for point in timeline.memory[0]] == [
+        (0, 100), (0, 110), (1, 120), (3, 114), (4, 110), (6, 100),
+    ]  # fmt: skip
+    assert timeline.peak_bytes == (120.0,)
+    assert timeline.peak_in_flight == (2,)
+
+
+def test_latency_may_differ_per_pair_of_ranks_and_direction():
+    schedule = make("1f1b", 3, 1)
+    costs = uniform(schedule, 1, 1, 1)
+    up, down = {(0, 1): 1.0, (1, 2): 2.0}, {(1, 0): 4.0, (2, 1): 8.0}
+    assert simulate(schedule, costs, Hops(up, down)).makespan == 3 * 3 + 15
+    assert simulate(schedule, costs, Hops((1.0, 2.0), (4.0, 8.0))).makespan == 3 * 3 + 15
+    with pytest.raises(ScheduleError, match="no backward latency is given for ranks 1 -> 0"):
+        simulate(schedule, costs, Hops(up, up))
+
+
+def test_stages_of_one_rank_hand_over_in_no_time():
+    schedule = make("interleaved_1f1b", 1, 2, stages_per_rank=3)
+    assert simulate(schedule, uniform(schedule, 3, 3, 3), Hops.both(100.0)).makespan_bubble == 0
+
+
+@given(
+    name=st.sampled_from(PLAIN),
+    ranks=st.integers(1, 4),
+    micro_batches=st.integers(1, 7),
+    data=st.data(),
+)
+def test_nothing_gets_faster_when_something_gets_slower(name, ranks, micro_batches, data):
+    schedule = make(name, ranks, micro_batches)
+    before = uniform(schedule, 2, 3, 1)
+    stage = data.draw(st.integers(0, schedule.num_stages - 1))
+    slower = [list(times) for times in (before.forward, before.input_grad, before.weight_grad)]
+    data.draw(st.sampled_from(slower))[stage] += 1
+    after = Costs(*map(tuple, slower))
+    assert simulate(schedule, after).makespan >= simulate(schedule, before).makespan
+    assert (
+        simulate(schedule, before, Hops.both(0.5)).makespan >= simulate(schedule, before).makespan
+    )
+
+
+def test_16_ranks_and_320_micro_batches_take_well_under_a_second():
+    schedule = make("1f1b_w", 16, 320)
+    costs = uniform(schedule, 1, 1, 1)
+    begin = time.process_time()
+    simulate(schedule, costs, Hops.both(0.1))
+    assert time.process_time() - begin < 1.0
+
+
+def test_costs_on_the_command_line_are_per_rank_or_per_stage():
+    assert parse_costs("1,2,4", (0, 1, 1, 0)) == Costs((0.5,) * 4, (1.0,) * 4, (2.0,) * 4)
+    assert parse_costs("1,2,4; 3,5,6", (0, 1)) == Costs((1, 3), (2, 5), (4, 6))
+    for text, said in (
+        ("1,2", "not three numbers"),
+        ("1,2,x", "not three numbers"),
+        ("1,1,1;1,1,1", "costs name 2 stages, the schedule has 4"),
+        ("1,-1,1", "stage 0 costs -0.5"),
+        ("nan,1,1", "stage 0 costs nan"),
+    ):
+        with pytest.raises(ScheduleError, match=said):
+            parse_costs(text, (0, 1, 1, 0))
