@@ -1,4 +1,4 @@
-"""The models room: V4.1 and V4 as a list of half-layer units. May import torch; no pipeline, no rank.
+"""The models room: V4.1 and V4 as a list of half-layer units. No pipeline, no rank.
 
 Start at `dims.unit_specs` (the list, in numbers, no torch), then `units.build_unit` (one entry as a
 module), `carry.Carry` (what passes from unit to unit).

@@ -134,9 +134,8 @@ class Attention(nn.Module):
             q_latent_BTQ,
             rotation,
             carry.index_keys,
+            batch.positions,
             carry.candidates,
-            positions_BT=batch.positions,
-            ratio=self.ratio,
         )
         # Compressed entries follow the row's own T keys in the list of keys.
         entries_BTk = selection.entries_BTk
@@ -146,7 +145,7 @@ class Attention(nn.Module):
         return carry._replace(slots=slots_BTW, candidates=selection.candidates)
 
     def _compress(self, x_BTD: Tensor, carry: Carry, batch: MicroBatch) -> Carry:
-        """The carry with new compressed keys and index keys; older candidates do not apply to them."""
+        """The carry with new compressed keys and index keys, to which no old candidates apply."""
         places_BCR = group_places(batch.positions, self.ratio)
         latent_BCK = self.compressor(x_BTD, places_BCR)
         first_positions_BC = batch.positions.gather(1, places_BCR[..., 0])
@@ -157,7 +156,7 @@ class Attention(nn.Module):
 
     def _output(self, o_BTHK: Tensor) -> Tensor:
         """Two projections; the first keeps groups of heads apart."""
-        o_BTGX = o_BTHK.flatten(2).unflatten(-1, (self.dims.o_groups, -1))
+        o_BTGX = o_BTHK.reshape(*o_BTHK.shape[:2], self.dims.o_groups, -1)
         y_BTD: Tensor = self.o_b(self.o_a(o_BTGX).flatten(-2))
         return y_BTD
 

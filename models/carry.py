@@ -22,7 +22,7 @@ class MicroBatch(NamedTuple):
     labels: Tensor
     """[B, T] int64 next tokens; IGNORED_LABEL where masked, and at a document's last token."""
     positions: Tensor
-    """[B, T] int64, restart at 0 with each document; t - positions[t] is where t's document starts."""
+    """[B, T] int64, from 0 in each document: t - positions[t] is where t's document starts."""
     masked: Tensor | None = None
     """[B, T] bool: padding and image tokens, which no Engram reads; None where there are none."""
 
@@ -31,27 +31,31 @@ class Carry(NamedTuple):
     """The state between two units. A field that is None is not alive there.
 
     A named tuple, so that autograd, checkpointing and FSDP find the tensors inside.
-    The fields of `CROSSING` may cross a stage boundary; the others stay on the stage that made them.
+    The fields of `CROSSING` may cross a stage boundary; others stay on the stage that made them.
     """
 
     streams: Tensor | None = None
     """x_BTSD residual streams, in the compute dtype; needs gradient."""
     mix: Tensor | None = None
-    """a_BTS fp32, weights with which the next sublayer collapses the streams (V4.1); needs gradient."""
+    """a_BTS fp32, V4.1: weights with which the next sublayer collapses the streams; needs gradient,
+    except after the embedding, where it is constant."""
     kv: Tensor | None = None
     """kv_BCK compressed keys = values, rotated; needs gradient, summed over all consumers."""
     index_keys: Tensor | None = None
     """ik_BCI keys of the indexer; no gradient while the indexer is frozen."""
     slots: Tensor | None = None
-    """slots_BTW int32: which keys each query sees, window part first, then selected entries; -1 empty."""
+    """slots_BTW int32: rows of [own keys of the T tokens, then kv] that a query sees; -1 is empty.
+    The window comes first, then the selected entries."""
     candidates: Tensor | None = None
-    """Candidate blocks that Reindex layers may choose from; no gradient."""
+    """[B, T, blocks] bool: blocks of the document's entries that Reindex layers may choose from; no
+    gradient; no blocks where none could be excluded."""
     loss: Tensor | None = None
     """fp32 scalar from the head: cross-entropy summed over the valid labels."""
     balance_loss: Tensor | None = None
-    """fp32 scalar: sequence balance losses of the MoE units run so far on this stage, weighted."""
+    """fp32 scalar: sequence balance losses of the MoE units run so far on this stage, weighted and
+    summed over sequences; None if their weight is 0."""
     loads: tuple[Tensor, ...] = ()
-    """tokens_E int64 per MoE unit run so far on this stage: how many tokens each expert received."""
+    """tokens_E int64 per MoE unit run so far on this stage: tokens that each expert received."""
 
 
 CROSSING = ("streams", "mix", "kv", "index_keys", "slots", "candidates")

@@ -22,10 +22,10 @@ class ModelError(ValueError):
 
 
 class ModelDims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sizes of a DeepSeek-V4.1 or V4 model. In brackets: the field's name in the released config."""
+    """Sizes of a DeepSeek-V4.1 or V4 model. In brackets: a field's name in the released config."""
 
     family: Literal["v41", "v4"]
-    """Which of the two wirings: V4.1 (single-pass mHC, CSA2, Engram) or V4 (CSA, HCA, hash layers)."""
+    """The wiring: V4.1 (single-pass mHC, CSA2, Engram) or V4 (CSA, HCA, hash layers)."""
     num_layers: int
     """Layers; each is an attention half and a MoE half."""
     vocab_size: int
@@ -51,7 +51,7 @@ class ModelDims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     hca_ratio: int = 128
     """V4: layers with this ratio are HCA (all visible entries); other ratios above 0 are CSA."""
     kv_sources: tuple[int, ...] = ()
-    """V4.1: layers that compress keys for themselves and the layers after them [kv_source_layer_ids]."""
+    """V4.1: layers that compress keys, for themselves and later layers [kv_source_layer_ids]."""
     index_sources: tuple[int, ...] = ()
     """V4.1: layers that select entries for themselves and the layers after them."""
     candidate_source: int | None = None
@@ -285,9 +285,10 @@ def carry_shape(
     after: UnitSpec,
     dtype: str = "bfloat16",
 ) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype name of a Carry field as it leaves the unit `after`; `dtype` is the compute dtype.
+    """Shape and dtype name of a Carry field as it leaves the unit `after`.
 
-    Candidates that cannot exclude anything at this length are there with no elements.
+    `dtype` is the compute dtype. Candidates that cannot exclude anything at this length are there
+    with no elements.
     """
     entries = seq_len // _ratio_in_force(dims, after) if field in _COMPRESSED else 0
     match field:
@@ -308,7 +309,7 @@ def carry_shape(
 
 
 def num_candidate_blocks(dims: ModelDims, num_entries: int) -> int:
-    """Width of the candidate mask over `num_entries` entries; 0 where all blocks are kept anyway."""
+    """Width of the candidate mask over `num_entries` entries; 0 where every block would be kept."""
     blocks = -(-num_entries // dims.candidate_block_size)
     return blocks if blocks > dims.candidate_blocks else 0
 
@@ -437,10 +438,18 @@ def _shared_keys(dims: ModelDims, role: Role, layer: int) -> tuple[frozenset[str
     return frozenset(), frozenset()
 
 
+_AT_LEAST_ONE = (
+    *("num_layers", "vocab_size", "hidden_size", "num_heads", "head_dim", "rope_dim"),
+    *("q_lora_rank", "o_groups", "o_lora_rank", "window", "index_heads", "index_head_dim"),
+    *("index_topk", "yarn_factor", "yarn_original_length", "num_experts", "experts_per_token"),
+    *("num_shared_experts", "expert_width", "num_streams", "sinkhorn_iters"),
+)
+
+
 def _size_problems(dims: ModelDims) -> list[str]:
     problems = [
         f"{name} is {getattr(dims, name)}; it has to be at least 1"
-        for name in ["num_layers", "vocab_size", "hidden_size", "num_heads", "head_dim", "rope_dim", "q_lora_rank", "o_groups", "o_lora_rank", "window", "index_heads", "index_head_dim", "index_topk", "num_experts", "experts_per_token", "num_shared_experts", "expert_width", "num_streams", "sinkhorn_iters"]
+        for name in _AT_LEAST_ONE
         if getattr(dims, name) < 1
     ]
     if dims.rope_dim % 2 or dims.rope_dim > min(dims.head_dim, dims.index_head_dim):
@@ -452,46 +461,56 @@ def _size_problems(dims: ModelDims) -> list[str]:
         problems.append(f"o_groups {dims.o_groups} does not divide num_heads {dims.num_heads}")
     if dims.experts_per_token > dims.num_experts:
         problems.append(
-            f"experts_per_token is {dims.experts_per_token}, but there are {dims.num_experts} experts"
+            f"experts_per_token is {dims.experts_per_token}, but num_experts is {dims.num_experts}"
         )
     if dims.norm_eps <= 0 or dims.mhc_eps <= 0:
         problems.append(f"norm_eps {dims.norm_eps} and mhc_eps {dims.mhc_eps} have to be above 0")
     if dims.balance_loss_weight < 0:
-        problems.append(
-            f"balance_loss_weight is {dims.balance_loss_weight}; it has to be at least 0"
-        )
+        problems.append(f"balance_loss_weight is {dims.balance_loss_weight}; it cannot be below 0")
     return problems
 
 
 def _v41_problems(dims: ModelDims) -> list[str]:
     if dims.num_hash_layers:
         return [f"num_hash_layers is {dims.num_hash_layers}; only family v4 has hash layers"]
-    problems: list[str] = []
-    layers = range(dims.num_layers)
-    for name in ("kv_sources", "index_sources", "engram_layers"):
-        ids: tuple[int, ...] = getattr(dims, name)
-        if any(i not in layers for i in ids) or list(ids) != sorted(set(ids)):
-            problems.append(
-                f"{name} {list(ids)} has to be ascending layer numbers below {dims.num_layers}"
-            )
-    if problems:
-        return problems
-    for layer in sorted({*dims.kv_sources, *dims.index_sources} - {*dims.compressed_layers}):
-        problems.append(f"layer {layer} is a source, but its compress_ratio is 0")
-    for layer in sorted({*dims.kv_sources} - {*dims.index_sources}):
-        problems.append(f"layer {layer} is in kv_sources; it has to be in index_sources too")
+    return _layer_list_problems(dims) or _source_problems(dims) + _candidate_problems(
+        dims
+    ) + _engram_problems(dims)
+
+
+def _layer_list_problems(dims: ModelDims) -> list[str]:
+    lists = {
+        "kv_sources": dims.kv_sources,
+        "index_sources": dims.index_sources,
+        "engram_layers": dims.engram_layers,
+    }
+    return [
+        f"{name} {list(ids)} has to be ascending layer numbers below {dims.num_layers}"
+        for name, ids in lists.items()
+        if not set(ids) <= set(range(dims.num_layers)) or list(ids) != sorted(set(ids))
+    ]
+
+
+def _source_problems(dims: ModelDims) -> list[str]:
+    sources = {*dims.kv_sources, *dims.index_sources}
+    problems = [
+        f"layer {layer} is a source, but its compress_ratio is 0"
+        for layer in sorted(sources - {*dims.compressed_layers})
+    ]
+    problems += [
+        f"layer {layer} is in kv_sources; it has to be in index_sources too"
+        for layer in sorted({*dims.kv_sources} - {*dims.index_sources})
+    ]
     for layer in dims.compressed_layers:
         source = max((i for i in dims.kv_sources if i <= layer), default=None)
         if source is None:
-            problems.append(
-                f"layer {layer} has no kv source at or before it; add one to kv_sources"
-            )
+            problems.append(f"layer {layer} has no kv source at or before it; add one")
         elif dims.compress_ratios[source] != dims.compress_ratios[layer]:
             problems.append(
                 f"layer {layer} has compress_ratio {dims.compress_ratios[layer]}, its kv source"
                 f" {source} has {dims.compress_ratios[source]}; they have to be equal"
             )
-    return problems + _candidate_problems(dims) + _engram_problems(dims)
+    return problems
 
 
 def _candidate_problems(dims: ModelDims) -> list[str]:
@@ -536,7 +555,8 @@ def _engram_problems(dims: ModelDims) -> list[str]:
         )
     if dims.engram_compressed_vocab > dims.vocab_size:
         problems.append(
-            f"engram_compressed_vocab {dims.engram_compressed_vocab} is above vocab_size {dims.vocab_size}"
+            f"engram_compressed_vocab {dims.engram_compressed_vocab} is above vocab_size"
+            f" {dims.vocab_size}"
         )
     return problems
 

@@ -1,6 +1,6 @@
 """Documents packed into rows: where each starts, its groups of tokens, what a token may see.
 
-A row holds several documents, one after another, of any lengths; `positions` count from 0 in each.
+A row holds documents of any lengths, one after another; `positions` start at 0 in each.
 Compressed entries are made of `ratio` consecutive tokens of one document, counted from its start;
 an incomplete last group gives none. The entry whose first token is in row place t has the number
 t // ratio within the row: first tokens of two groups are at least `ratio` apart, so numbers never
@@ -47,13 +47,14 @@ def group_places(positions_BT: Tensor, ratio: int) -> Tensor:
     # for `ratio` tokens. Of the `ratio` places that share a number at most one is such a start.
     last_BT = functional.pad(positions_BT[:, ratio - 1 :], (0, ratio - 1), value=-1)
     is_start_BT = (positions_BT % ratio == 0) & (last_BT == positions_BT + ratio - 1)
-    offset_BC = is_start_BT[:, :num_places].unflatten(1, (num_entries, ratio)).int().argmax(-1)
+    offset_BC = is_start_BT[:, :num_places].view(-1, num_entries, ratio).int().argmax(-1)
     first_BC1 = entries_C1 + offset_BC.unsqueeze(-1)
-    return (first_BC1 + steps_R).clamp_max(positions_BT.shape[1] - 1)
+    places_BCR: Tensor = first_BC1 + steps_R
+    return places_BCR.clamp_max(positions_BT.shape[1] - 1)
 
 
 def window_slots(positions_BT: Tensor, window: int) -> Tensor:
-    """[B, T, W] int64 row places of the last `window` tokens of the document, oldest first; -1: none."""
+    """[B, T, W] int64 row places of the document's last `window` tokens, oldest first; -1: none."""
     num_tokens = positions_BT.shape[1]
     back_W = torch.arange(window - 1, -1, -1, device=positions_BT.device)
     places_T1 = torch.arange(num_tokens, device=positions_BT.device).unsqueeze(-1)

@@ -1,7 +1,7 @@
 """Engram: rows looked up by hashes of the last tokens, gated into the residual streams.
 
 Shape letters: B sequences, T tokens, G tokens of the longest n-gram, H columns = table rows per
-token (orders 2 to G, each with `engram_heads` hash functions, order first), S streams, D model width.
+token (orders 2 to G, each with `engram_heads` hash functions), S streams, D model width.
 Source: DeepSeek-V4.1 report, section 2.4.2; the hash constants reproduce the released tables.
 """
 
@@ -79,8 +79,8 @@ class NgramHash(nn.Module):
     def forward(
         self, ids_BT: Tensor, positions_BT: Tensor, masked_BT: Tensor | None = None
     ) -> Tensor:
-        """[B, T, H] int64 rows. The n-gram of order g + 1 is the token and the g before it; from the
-        place on where it leaves the document or meets a masked token, the pad token stands."""
+        """[B, T, H] int64 rows. The n-gram of order g + 1 is the token and the g before it; once it
+        leaves the document or meets a masked token, the pad token stands from there on."""
         classes_BT, pad = ids_BT, torch.full_like(ids_BT[:1, :1], self.dims.engram_pad_id)
         if self.token_map is not None:
             classes_BT, pad = self.token_map[ids_BT], self.token_map[pad]
@@ -136,7 +136,7 @@ class Engram(nn.Module):
         positions_BT: Tensor,
         masked_BT: Tensor | None = None,
     ) -> Tensor:
-        """The updated streams. Gate and sum are fp32; tokens where masked_BT is True stay as they are."""
+        """The updated streams. Gate and sum are fp32; masked tokens stay as they are."""
         num_streams, hidden = streams_BTSD.shape[-2:]
         rows_BTH = self.hash(ids_BT, positions_BT, masked_BT)
         found = functional.embedding(rows_BTH, self.table).flatten(-2)

@@ -19,7 +19,7 @@ from ppruntime.models.precision import widened
 
 
 def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit); gate is the first half of the last axis."""
+    """silu(min(gate, limit)) * clamp(up, -limit, limit); gate is the first half of the channels."""
     gate, up = widened(gate_up).chunk(2, dim=-1)
     return (functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(gate_up.dtype)
 

@@ -1,8 +1,8 @@
 """The indexer of CSA2: which compressed entries each query attends to.
 
 Nothing here has a gradient: the choice is not differentiable, so the indexer's weights stay as they
-are (the V4.1 report gives no loss for them). Entries are numbered within the query's document ("local") until
-the end, so a document is treated alike wherever it lies in a row.
+are (the V4.1 report gives no loss for them). Entries are numbered within the query's document
+("local") until the end, so that a document is treated alike wherever it lies in a row.
 
 Shape letters: B sequences, T queries, H indexer heads, I indexer head width, C compressed entries,
 L local entries (as many as C), Q query bottleneck, D model width.
@@ -46,7 +46,7 @@ def index_scores(q_BTHI: Tensor, weights_BTH: Tensor, keys_BCI: Tensor) -> Tenso
 
 
 def to_local(scores_BTC: Tensor, first_BT: Tensor, num_visible_BT: Tensor) -> Tensor:
-    """Scores [B, T, L] of the query's own document, from its first entry on; -inf if not visible."""
+    """[B, T, L] scores of the query's own document from its first entry on; -inf if not visible."""
     num_entries = scores_BTC.shape[-1]
     local_L = torch.arange(num_entries, device=scores_BTC.device)
     index_BTL = (first_BT.unsqueeze(-1) + local_L).clamp_max(num_entries - 1)
@@ -63,7 +63,7 @@ def candidate_blocks(
     never.
     """
     padded = functional.pad(scores_BTL, (0, -scores_BTL.shape[-1] % block_size), value=-torch.inf)
-    best_BTN = padded.unflatten(-1, (-1, block_size)).amax(-1)
+    best_BTN = padded.view(*padded.shape[:-1], -1, block_size).amax(-1)
     blocks_N = torch.arange(best_BTN.shape[-1], device=best_BTN.device)
     newest_BT1 = ((num_visible_BT - 1) // block_size).unsqueeze(-1)
     best_BTN = best_BTN.masked_fill(blocks_N == newest_BT1, torch.inf)
@@ -81,11 +81,70 @@ def restrict(scores_BTL: Tensor, candidates_BTN: Tensor, block_size: int) -> Ten
 def best_entries(scores_BTL: Tensor, k: int) -> Tensor:
     """[B, T, k] the k highest entries above -inf, ascending by number; -1 fills up the end."""
     num_entries = scores_BTL.shape[-1]
-    picks = top_k(scores_BTL, min(k, num_entries))
+    picks = top_k(scores_BTL, k)
     is_hidden = scores_BTL.gather(-1, picks) == -torch.inf
     ascending = picks.masked_fill(is_hidden, num_entries).sort(-1).values
     ascending = ascending.masked_fill(ascending == num_entries, -1)
     return functional.pad(ascending, (0, k - ascending.shape[-1]), value=-1)
+
+
+def select_entries(
+    dims: ModelDims,
+    q_BTHI: Tensor,
+    weights_BTH: Tensor,
+    keys_BCI: Tensor,
+    positions_BT: Tensor,
+    ratio: int,
+    *,
+    finds_candidates: bool = False,
+    candidates: Tensor | None = None,
+) -> Selection:
+    """The index_topk best visible entries of every query, by scores in fp32.
+
+    `candidates` restricts the choice; if it has no blocks, it excludes nothing. `finds_candidates`:
+    the mask for later layers is made here. Works through blocks of queries to bound memory.
+    """
+    first_BT = first_entries(positions_BT, ratio)
+    num_visible_BT = num_visible_entries(positions_BT, ratio)
+    products_per_query = keys_BCI.shape[0] * keys_BCI.shape[1] * q_BTHI.shape[2]
+    block = max(1, _MAX_PRODUCTS // max(1, products_per_query))
+    parts = [
+        _select(
+            dims,
+            index_scores(q_BTHI[:, block_T], weights_BTH[:, block_T], keys_BCI),
+            first_BT[:, block_T],
+            num_visible_BT[:, block_T],
+            finds_candidates,
+            None if candidates is None else candidates[:, block_T],
+        )
+        for block_T in (slice(t, t + block) for t in range(0, positions_BT.shape[1], block))
+    ]
+    masks = [part.candidates for part in parts if part.candidates is not None]
+    return Selection(
+        torch.cat([part.entries_BTk for part in parts], dim=1),
+        torch.cat(masks, dim=1) if masks else None,
+    )
+
+
+def _select(
+    dims: ModelDims,
+    scores_BTC: Tensor,
+    first_BT: Tensor,
+    num_visible_BT: Tensor,
+    finds_candidates: bool,
+    candidates: Tensor | None,
+) -> Selection:
+    scores_BTL = to_local(scores_BTC, first_BT, num_visible_BT)
+    block_size = dims.candidate_block_size
+    if finds_candidates and num_candidate_blocks(dims, scores_BTL.shape[-1]) == 0:
+        candidates = scores_BTL.new_zeros((*scores_BTL.shape[:2], 0), dtype=torch.bool)
+    elif finds_candidates:
+        candidates = candidate_blocks(scores_BTL, num_visible_BT, block_size, dims.candidate_blocks)
+    elif candidates is not None and candidates.shape[-1] > 0:
+        scores_BTL = restrict(scores_BTL, candidates, block_size)
+    local_BTk = best_entries(scores_BTL, dims.index_topk)
+    entries_BTk = torch.where(local_BTk >= 0, local_BTk + first_BT.unsqueeze(-1), -1)
+    return Selection(entries_BTk, candidates)
 
 
 class Indexer(nn.Module):
@@ -101,6 +160,7 @@ class Indexer(nn.Module):
     ) -> None:
         super().__init__()
         self.dims = dims
+        self.ratio = dims.compress_ratios[layer]
         self.finds_candidates = layer == dims.candidate_source
         num_heads, width = dims.index_heads, dims.index_head_dim
         self.query = Linear(dims.q_lora_rank, num_heads * width, device=device, dtype=dtype)
@@ -123,68 +183,23 @@ class Indexer(nn.Module):
         q_latent_BTQ: Tensor,
         rotation: Rotation,
         keys_BCI: Tensor,
-        candidates: Tensor | None,
-        *,
         positions_BT: Tensor,
-        ratio: int,
+        candidates: Tensor | None,
     ) -> Selection:
-        """Selects entries for every query. `candidates` (from the candidate source, if there is one
-        before) restricts the choice; without blocks in it, it excludes nothing."""
+        """Selects entries for every query, within the `candidates` of an earlier layer if given."""
         dims = self.dims
         q_BTHI = self.query(q_latent_BTQ).unflatten(-1, (dims.index_heads, dims.index_head_dim))
         q_BTHI = self._cached(rotate(q_BTHI, rotation))
         scale = (dims.index_head_dim * dims.index_heads) ** -0.5
-        weights_BTH = self.head_weights(x_BTD) * scale
-        first_BT = first_entries(positions_BT, ratio)
-        num_visible_BT = num_visible_entries(positions_BT, ratio)
-        block = max(1, _MAX_PRODUCTS // max(1, keys_BCI.shape[:2].numel() * dims.index_heads))
-        parts: list[Selection] = []
-        for start in range(0, x_BTD.shape[1], block):
-            queries = slice(start, start + block)
-            scores_BTC = index_scores(q_BTHI[:, queries], weights_BTH[:, queries], keys_BCI)
-            parts.append(
-                self._select(
-                    scores_BTC,
-                    first_BT[:, queries],
-                    num_visible_BT[:, queries],
-                    None if candidates is None else candidates[:, queries],
-                )
-            )
-        entries_BTk = torch.cat([part.entries_BTk for part in parts], dim=1)
-        if candidates is None and not self.finds_candidates:
-            return Selection(entries_BTk, None)
-        found = [part.candidates for part in parts if part.candidates is not None]
-        return Selection(entries_BTk, torch.cat(found, dim=1))
-
-    def _select(
-        self,
-        scores_BTC: Tensor,
-        first_BT: Tensor,
-        num_visible_BT: Tensor,
-        candidates: Tensor | None,
-    ) -> Selection:
-        dims = self.dims
-        num_entries = scores_BTC.shape[-1]
-        if num_entries == 0:
-            shape = (*scores_BTC.shape[:2], dims.index_topk)
-            return Selection(first_BT.new_full(shape, -1), candidates)
-        scores_BTL = to_local(scores_BTC, first_BT, num_visible_BT)
-        if self.finds_candidates:
-            candidates = self._candidates(scores_BTL, num_visible_BT)
-        elif candidates is not None and candidates.shape[-1] > 0:
-            scores_BTL = restrict(scores_BTL, candidates, dims.candidate_block_size)
-        local_BTk = best_entries(scores_BTL, dims.index_topk)
-        return Selection(
-            torch.where(local_BTk >= 0, local_BTk + first_BT.unsqueeze(-1), -1), candidates
-        )
-
-    def _candidates(self, scores_BTL: Tensor, num_visible_BT: Tensor) -> Tensor:
-        """The candidate mask; without blocks if it could not exclude any."""
-        dims = self.dims
-        if num_candidate_blocks(dims, scores_BTL.shape[-1]) == 0:
-            return scores_BTL.new_zeros((*scores_BTL.shape[:2], 0), dtype=torch.bool)
-        return candidate_blocks(
-            scores_BTL, num_visible_BT, dims.candidate_block_size, dims.candidate_blocks
+        return select_entries(
+            dims,
+            q_BTHI,
+            self.head_weights(x_BTD) * scale,
+            keys_BCI,
+            positions_BT,
+            self.ratio,
+            finds_candidates=self.finds_candidates,
+            candidates=candidates,
         )
 
     def _cached(self, x: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ from ppruntime.models.precision import widened
 
 
 class WeightGradQueue:
-    """Weight-gradient work of one stage. The stage owns it and hands it to the layers that can wait.
+    """Weight-gradient work of one stage. The stage owns it, the layers that can wait share it.
 
-    While `deferring` is False, layers compute weight gradients at once, inside autograd. While it is
-    True they add a task instead; `pop` gives the tasks gathered so far, in the order of the backward.
+    While `deferring` is False, layers compute weight gradients at once, inside autograd. While it
+    is True they add a task instead; `pop` gives the tasks so far, in order of the backward.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ def accumulate_grad(weight: Tensor, grad: Tensor) -> None:
 def now_or_later(
     queue: WeightGradQueue | None, weight: Tensor, compute: Callable[[], Tensor]
 ) -> Tensor | None:
-    """The weight gradient that `compute` gives, for autograd; or None, and the queue holds the task."""
+    """The weight gradient that `compute` gives, for autograd; or None: it waits in the queue."""
     if queue is None or not queue.deferring:
         return compute()
     queue.add(lambda: accumulate_grad(weight, compute()))

@@ -10,7 +10,7 @@ Source: DeepSeek-V4.1 report, section 2.4.1; Xie et al. 2025 (mHC), section 4.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,24 +32,55 @@ class Coefficients(NamedTuple):
     """Mixing matrix [read i, written j]; columns sum to 1, rows almost."""
 
 
+class _Sinkhorn(torch.autograd.Function):
+    """Alternating column and row normalisations of softmax(logits) + eps.
+
+    A step is y = x / s with s = sum(x) + eps; its gradient is (g - sum(g y)) / s, same axis.
+    Written out, as autograd would put six nodes per step into the graph of every sublayer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, num_iters: int, eps: float) -> Tensor:
+        shares = logits.softmax(-1)
+        matrix = shares + eps
+        saved = [shares]
+        for axis in _sinkhorn_axes(num_iters):
+            total = matrix.sum(axis, keepdim=True) + eps
+            matrix = matrix / total
+            saved += [total, matrix]
+        ctx.save_for_backward(*saved)
+        ctx.num_iters = num_iters
+        return matrix
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        shares, *steps = ctx.saved_tensors
+        axes = _sinkhorn_axes(ctx.num_iters)
+        for axis, total, matrix in zip(reversed(axes), steps[-2::-2], steps[-1::-2], strict=True):
+            grad = (grad - (grad * matrix).sum(axis, keepdim=True)) / total
+        grad = shares * (grad - (grad * shares).sum(-1, keepdim=True))
+        return grad, None, None
+
+
+def _sinkhorn_axes(num_iters: int) -> tuple[int, ...]:
+    """Axes over which the steps sum: columns (-2); the softmax stands for the first rows (-1)."""
+    return (-2,) + (-1, -2) * (num_iters - 1)
+
+
 def sinkhorn(logits: Tensor, num_iters: int, eps: float) -> Tensor:
     """A nearly doubly stochastic matrix from logits [..., S, S]; the last step is over columns."""
-    matrix = logits.softmax(-1) + eps
-    matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
-    for _ in range(num_iters - 1):
-        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
-        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    matrix: Tensor = _Sinkhorn.apply(logits, num_iters, eps)  # type: ignore[no-untyped-call]
     return matrix
 
 
 def collapse(streams_BTSD: Tensor, mix_BTS: Tensor) -> Tensor:
     """The sublayer's input [B, T, D]: sum_i mix_i X_i, summed in fp32."""
-    mixed = mix_BTS.unsqueeze(-2) @ widened(streams_BTSD)
-    return mixed.squeeze(-2).to(streams_BTSD.dtype)
+    weighted = mix_BTS.unsqueeze(-1) * widened(streams_BTSD)
+    return weighted.sum(-2).to(streams_BTSD.dtype)
 
 
 def write_back(streams_BTSD: Tensor, y_BTD: Tensor, coefficients: Coefficients) -> Tensor:
-    """The streams after the sublayer: X'_j = post_j y + sum_i comb_ij X_i, in fp32, cast at the end."""
+    """The streams after the sublayer: X'_j = post_j y + sum_i comb_ij X_i, in fp32, then cast."""
     mixed = coefficients.comb_BTSS.transpose(-1, -2) @ widened(streams_BTSD)
     added = coefficients.post_BTS.unsqueeze(-1) * widened(y_BTD).unsqueeze(-2)
     return (added + mixed).to(streams_BTSD.dtype)

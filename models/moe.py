@@ -36,7 +36,7 @@ def expert_layout(experts_NK: Tensor) -> Layout:
 
 
 class _ToRows(torch.autograd.Function):
-    """x[token_R]. The gradient gathers the K rows of each token and sums them in fp32, k ascending."""
+    """x[token_R]. The gradient gathers the K rows of each token and sums them in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, token_R: Tensor, row_NK: Tensor) -> Tensor:

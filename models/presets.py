@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_V41_FLASH: Mapping[str, object] = {
+_V41_FLASH: dict[str, object] = {
     "family": "v41",
     "num_layers": 40,
     "vocab_size": 129280,
@@ -37,7 +37,7 @@ _V41_FLASH: Mapping[str, object] = {
     "engram_compressed_vocab": 99092,
 }
 
-_V4_FLASH: Mapping[str, object] = {
+_V4_FLASH: dict[str, object] = {
     "family": "v4",
     "num_layers": 43,
     "vocab_size": 129280,
@@ -60,7 +60,7 @@ _V4_FLASH: Mapping[str, object] = {
     "num_hash_layers": 3,
 }
 
-_PROXY_SCHEDULE: Mapping[str, object] = {
+_PROXY_SCHEDULE: dict[str, object] = {
     "num_layers": 8,
     "compress_ratios": (0, 0, 2, 2, 1, 1, 1, 1),
     "kv_sources": (2, 4),
@@ -69,7 +69,7 @@ _PROXY_SCHEDULE: Mapping[str, object] = {
     "engram_layers": (1, 4),
 }
 
-_TINY: Mapping[str, object] = {
+_TINY: dict[str, object] = {
     "vocab_size": 256,
     "hidden_size": 64,
     "num_heads": 4,

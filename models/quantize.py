@@ -40,7 +40,7 @@ def power_of_two_ceiling(x: Tensor) -> Tensor:
 
 
 def round_to_e2m1(x: Tensor) -> Tensor:
-    """x in [-6, 6] to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, ties to even."""
+    """x in [-6, 6] to the nearest of +-{0, 0.5, 1, 1.5, 2, 3, 4, 6}, ties to even."""
     magnitude = x.abs()
     # Spacing is 0.5 below 2, 1 below 4, 2 above; torch.round takes ties to even.
     step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
@@ -78,7 +78,7 @@ class _StraightThrough(torch.autograd.Function):
         group_size, rounded = _ROUNDING[cache_format]
         num_channels = x.shape[-1]
         padded = functional.pad(widened(x).float(), (0, -num_channels % group_size))
-        groups = padded.unflatten(-1, (-1, group_size))
+        groups = padded.view(*padded.shape[:-1], -1, group_size)
         largest = groups.abs().amax(-1, keepdim=True)
         return rounded(groups, largest).flatten(-2)[..., :num_channels].to(x.dtype)
 

@@ -27,7 +27,7 @@ class Rotation(NamedTuple):
 
 
 def yarn_ramp(dims: ModelDims, base: float) -> tuple[int, int]:
-    """Pairs up to the first keep their frequency, from the second on they are fully interpolated."""
+    """Pairs up to the first keep their frequency, from the second on all is interpolated."""
 
     def pair_with_rotations(rotations: float) -> float:
         turns = dims.yarn_original_length / (rotations * 2 * math.pi)
@@ -39,7 +39,7 @@ def yarn_ramp(dims: ModelDims, base: float) -> tuple[int, int]:
 
 
 def frequencies(dims: ModelDims, *, compressed: bool) -> Tensor:
-    """theta_P in fp32 on the CPU: angle per position. `compressed`: the layer has a ratio above 0."""
+    """theta_P in fp32 on the CPU: angle per position; `compressed` layers have a ratio above 0."""
     base = dims.compress_rope_theta if compressed else dims.rope_theta
     exponents = torch.arange(0, dims.rope_dim, 2, dtype=torch.float32) / dims.rope_dim
     plain = 1.0 / base**exponents

@@ -7,6 +7,7 @@ DeepSeek-V4.1 report for sqrt(softplus) scores and the numbers.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import comb, gcd
 from typing import NamedTuple
 
@@ -109,7 +110,7 @@ def sequence_balance_loss(scores_NE: Tensor, counts_BE: Tensor, experts_per_toke
     the gradient. Balanced routing gives about 1 per sequence. DeepSeek-V3 report, eq. 17-20.
     """
     batch, num_experts = counts_BE.shape
-    scores_BTE = scores_NE.unflatten(0, (batch, -1))
+    scores_BTE = scores_NE.view(batch, -1, num_experts)
     shares_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
     num_pairs = experts_per_token * scores_BTE.shape[1]
     load_BE = counts_BE.to(scores_NE.dtype) * (num_experts / num_pairs)
@@ -154,13 +155,13 @@ def mean_ranks_per_token(num_experts: int, experts_per_token: int, stride: int) 
 
 
 def random_ranks_per_token(num_experts: int, experts_per_token: int) -> float:
-    """Expected number of ranks, of 8, that hold one of `experts_per_token` random distinct experts."""
+    """Expected number of ranks, of 8, that hold one of a token's experts, drawn at random."""
     ranks = min(_REFERENCE_RANKS, num_experts)
     bounds = [-(-rank * num_experts // ranks) for rank in range(ranks + 1)]
     choices = comb(num_experts, experts_per_token)
     return sum(
         1 - comb(num_experts - (stop - start), experts_per_token) / choices
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        for start, stop in pairwise(bounds)
     )
 
 

@@ -20,10 +20,10 @@ _MAX_GATHERED = 1 << 26
 def sparse_attention(q_BTHK: Tensor, keys_BNK: Tensor, slots_BTW: Tensor, sink_H: Tensor) -> Tensor:
     """[B, T, H, K] in q's dtype: softmax-weighted sum of the listed keys, which are values too.
 
-    slots_BTW (int) lists rows of keys_BNK; -1 is empty, and places in the list do not matter. The sink
-    is a logit in every head's softmax that brings no value. Scores, softmax and sums are fp32; scale
-    K^-1/2. Long lists are worked through in blocks of queries, which are computed again in the
-    backward: no more than one block's gathered keys exist at a time.
+    slots_BTW (int) lists rows of keys_BNK in any order; -1 is empty. The sink is a logit in every
+    head's softmax that brings no value. Scores (scaled by K^-1/2), softmax and sums are fp32.
+    Long lists are worked through in blocks of queries, which are computed again in the backward: no
+    more than one block's gathered keys exist at a time.
     """
     per_query = slots_BTW.shape[0] * slots_BTW.shape[2] * q_BTHK.shape[3]
     block = max(1, _MAX_GATHERED // per_query)
@@ -31,7 +31,9 @@ def sparse_attention(q_BTHK: Tensor, keys_BNK: Tensor, slots_BTW: Tensor, sink_H
         return _attend(q_BTHK, keys_BNK, slots_BTW, sink_H)
     parts = [
         checkpoint(_attend, q, keys_BNK, slots, sink_H, use_reentrant=False)
-        for q, slots in zip(q_BTHK.split(block, 1), slots_BTW.split(block, 1), strict=True)
+        for q, slots in zip(
+            torch.split(q_BTHK, block, 1), torch.split(slots_BTW, block, 1), strict=True
+        )
     ]
     return torch.cat(parts, dim=1)
 

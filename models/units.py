@@ -5,7 +5,7 @@ A model is `dims.unit_specs(dims)` in order; a stage builds its own part of that
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -137,9 +137,8 @@ class HeadUnit(nn.Module):
 
     def logits(self, carry: Carry) -> Tensor:
         """[B, T, vocabulary] fp32."""
-        streams_BTSD, mix_BTS = _streams(carry), carry.mix
-        if self.collapse is not None:
-            mix_BTS = self.collapse(streams_BTSD)
+        streams_BTSD = _streams(carry)
+        mix_BTS = carry.mix if self.collapse is None else self.collapse(streams_BTSD)
         assert mix_BTS is not None, "the head has no mix in its carry"
         logits: Tensor = self.projection(self.norm(collapse(streams_BTSD, mix_BTS)))
         return logits
@@ -164,13 +163,15 @@ def build_unit(
 
     `dtype` is the compute dtype; parameters that need it stay fp32 (`precision.holder_dtype`).
     """
-    maker = {
-        UnitKind.EMBED: EmbedUnit,
-        UnitKind.ATTENTION: AttentionUnit,
-        UnitKind.MOE: MoEUnit,
-        UnitKind.HEAD: HeadUnit,
-    }[spec.kind]
-    return maker(dims, spec, device=device, dtype=dtype)
+    return _CLASSES[spec.kind](dims, spec, device=device, dtype=dtype)
+
+
+_CLASSES: dict[UnitKind, type[Unit]] = {
+    UnitKind.EMBED: EmbedUnit,
+    UnitKind.ATTENTION: AttentionUnit,
+    UnitKind.MOE: MoEUnit,
+    UnitKind.HEAD: HeadUnit,
+}
 
 
 def _attention(
@@ -199,8 +200,10 @@ def _head_collapse(
 
 
 def _streams(carry: Carry) -> Tensor:
+    """The streams behind one autograd edge: their gradient is one sum, formed inside the unit, and
+    so the same bits whether the unit before is in this process or not."""
     assert carry.streams is not None, "a unit after the embedding has no streams in its carry"
-    return carry.streams
+    return carry.streams.view_as(carry.streams)
 
 
 def _input_mix(dims: ModelDims, carry: Carry, own: Coefficients) -> Tensor:
@@ -219,8 +222,8 @@ def _passed_on(
     y_BTD: Tensor,
     coefficients: Coefficients,
 ) -> Carry:
-    """The carry after a sublayer: written-back streams, its mix, and of the rest what is still alive."""
-    dead = {field: None for field in CROSSING if field not in spec.live_after}
+    """The carry after a sublayer: streams written back, its mix, and of the rest what is alive."""
+    dead: dict[str, Any] = {field: None for field in CROSSING if field not in spec.live_after}
     return carry._replace(
         streams=write_back(streams_BTSD, y_BTD, coefficients),
         mix=coefficients.pre_BTS if dims.family == "v41" else None,
