@@ -53,8 +53,8 @@ def run_ranks(
     """Runs `function(rank, *args)` on every rank; the results in rank order.
 
     `function` is at module level of a test file; arguments and results are what pickle takes
-    (tensors by value). Raises RanksFailed with all tracebacks when a rank raises, dies or is not done
-    in time (then with the stack in which it hung); no process is left behind.
+    (tensors by value). Raises RanksFailed with all tracebacks when a rank raises, dies or is not
+    done in time (then with the stack in which it hung); no process is left behind.
     """
     outcomes = rank_outcomes(num_ranks, function, *args, timeout_seconds=timeout_seconds)
     failures = [

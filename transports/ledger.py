@@ -90,8 +90,8 @@ class Ledger:
         if len(end.posted) + len(end.taken) >= channel.slots:
             raise TransportError(
                 f"{channel}: no slot is free for micro-batch {micro_batch}, all"
-                f" {channel.slots} are in use (posted {list(end.posted)}, taken {sorted(end.taken)});"
-                " release one first or open the channel with more slots"
+                f" {channel.slots} are in use (posted {list(end.posted)}, taken"
+                f" {sorted(end.taken)}); release one first or open the channel with more slots"
             )
         end.posted.append(micro_batch)
 
@@ -125,8 +125,8 @@ class Ledger:
             if end.posted or end.taken:
                 raise TransportError(
                     f"{end.channel}: the step ended with micro-batches {list(end.posted)} posted"
-                    f" but not taken and {sorted(end.taken)} taken but not released; the order lacks"
-                    " these ops"
+                    f" but not taken and {sorted(end.taken)} taken but not released; the order"
+                    " lacks these ops"
                 )
         for end in self._destinations.values():
             end.released.clear()
