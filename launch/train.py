@@ -5,23 +5,40 @@ Arguments: TOML files, later ones on top, then `section.key=value`.
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Sequence
 
 from ppruntime.config import ConfigError, load
 
+_HEAD_START_SECONDS = 5
+"""torchrun ends all ranks as soon as one has failed. Where all fail alike, rank 0, which tells the
+user, goes first."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains as the files and overrides say. Gives the exit code: 0 done, 2 wrong configuration."""
+    """Trains as the files and overrides say. Gives the exit code: 0 done, 2 wrong configuration,
+    others as in `run_dir.ExitCode`."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    is_first = os.environ.get("RANK", "0") == "0"
+    code = _train(arguments, is_first=is_first)
+    if code and not is_first:
+        time.sleep(_HEAD_START_SECONDS)
+    return code
+
+
+def _train(arguments: Sequence[str], *, is_first: bool) -> int:
     paths = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
     try:
         config = load(paths, overrides)
     except ConfigError as error:
-        return refuse(error)
+        if is_first:
+            print(error, file=sys.stderr, flush=True)
+        return 2
 
-    from ppruntime.trainer import run  # torch is loaded here, after the configuration is known good
+    from ppruntime.session import run  # loads torch: only for a configuration that can run
 
     return run(config)
 

@@ -11,12 +11,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 
-
-class WorldError(ValueError):
-    """The number of started processes is not what the configuration needs."""
+from ppruntime.config_errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +74,20 @@ class Ranks:
     def data_group(self) -> dist.ProcessGroup:
         return self.mesh.get_group("dp")
 
-    def pipeline_peers(self) -> tuple[int, ...]:
-        """Global rank of each pp rank in this pipeline."""
-        return tuple(dist.get_process_group_ranks(self.pipeline_group))
+    @property
+    def world_group(self) -> dist.ProcessGroup:
+        """All ranks."""
+        group = dist.group.WORLD
+        assert group is not None, "join comes first"
+        return group
+
+    def world_store(self, name: str) -> Store:
+        """A store that all ranks share, under a name of its own."""
+        return PrefixStore(name, _get_default_store())
+
+    def pipeline_store(self) -> Store:
+        """A store that the ranks of this pipeline share and no other pipeline writes to."""
+        return self.world_store(f"pipeline {self.data_rank}")
 
 
 def started_world() -> int:
@@ -86,22 +96,25 @@ def started_world() -> int:
 
 
 def check_world(layout: Layout) -> None:
-    """Raises WorldError unless the launcher started as many processes as the layout needs."""
-    world = started_world()
-    if world != layout.world:
-        raise WorldError(
+    """Raises ConfigError unless the launcher started as many processes as the layout needs."""
+    if (world := started_world()) != layout.world:
+        raise ConfigError(
             f"pp.size {layout.pp} x parallel.dp {layout.dp} x parallel.ep {layout.ep} needs"
-            f" {layout.world} processes, the launcher started {world};"
-            f" use torchrun --nproc-per-node {layout.world} (in all) or change one of the three"
+            f" {layout.world} processes, {world} started; use torchrun --nproc-per-node"
+            f" {layout.world} or change one of the three"
         )
 
 
-def join(layout: Layout, *, timeout_seconds: float) -> Ranks:
-    """Joins the process group and makes the mesh. Without a launcher the world is this process."""
-    check_world(layout)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
+def started_rank() -> int:
+    """This process's rank by the launcher; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def join(layout: Layout, *, use_cuda: bool, timeout_seconds: float) -> Ranks:
+    """Joins the process group and makes the mesh. Without a launcher the world is this process.
+    A collective; on CUDA each process of a host takes the GPU of its local rank."""
+    if use_cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     else:
@@ -110,9 +123,7 @@ def join(layout: Layout, *, timeout_seconds: float) -> Ranks:
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(
-            backend, store=HashStore(), rank=0, world_size=1, timeout=timeout
-        )
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     mesh = init_device_mesh(
         device.type, (layout.pp, layout.dp, layout.ep), mesh_dim_names=("pp", "dp", "ep")
     )

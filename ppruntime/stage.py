@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +143,8 @@ class Stage:
                 task()
 
     def _run_units(self, received: Sequence[Tensor], batch: MicroBatch) -> Carry:
-        carry = Carry()._replace(**dict(zip(self.inputs, received, strict=True)))
+        fields: dict[str, Any] = dict(zip(self.inputs, received, strict=True))
+        carry = Carry(**fields)
         for unit in self.units:
             carry = unit(carry, batch)
         if carry.loss is not None:

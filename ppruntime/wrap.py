@@ -6,42 +6,47 @@ that its hooks see whole units; compilation last, so that it sees both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-CheckpointMode = Literal["none", "full"]
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How parameters lie over the data ranks. `mesh` has one axis."""
+
+    mesh: DeviceMesh
+    compute_dtype: torch.dtype
 
 
 def wrap_units(
     units: Sequence[nn.Module],
     *,
-    checkpoint_mode: CheckpointMode,
-    checkpointed: Sequence[bool],
-    data_mesh: DeviceMesh | None,
-    compute_dtype: torch.dtype,
+    recompute: Sequence[bool],
+    sharding: Sharding | None,
+    fp32_names: Sequence[Collection[str]],
     compile_units: bool = False,
 ) -> None:
     """Wraps units in place: checkpointing -> FSDP -> compile.
 
-    With `checkpoint_mode` "full", units whose `checkpointed` entry is True keep only their inputs
-    and run again in the backward: bitwise. With a `data_mesh`, each unit's parameters are sharded
-    over it as fp32 masters, gathered in `compute_dtype` once a step; their gradients are averaged
-    over it.
+    Units whose `recompute` entry is True keep only their inputs and run again in the backward:
+    bitwise. With `sharding`, parameters become fp32 shards that are gathered in the compute dtype
+    once a step; those in a unit's `fp32_names` stay whole and fp32 on every rank.
     """
-    if checkpoint_mode == "full":
-        for unit, wanted in zip(units, checkpointed, strict=True):
-            if wanted:
-                checkpoint_unit(unit)
-    if data_mesh is not None:
-        for unit in units:
-            shard_unit(unit, data_mesh, compute_dtype)
+    for unit, wanted in zip(units, recompute, strict=True):
+        if wanted:
+            checkpoint_unit(unit)
+    if sharding is not None:
+        for unit, names in zip(units, fp32_names, strict=True):
+            shard_unit(unit, sharding, names)
     if compile_units:
         for unit in units:
             unit.compile()
@@ -49,30 +54,37 @@ def wrap_units(
 
 def checkpoint_unit(unit: nn.Module) -> None:
     """Makes the unit keep its inputs only and recompute the rest in the backward. Names stay."""
-    # Replacing `forward` rather than the module keeps parameter names, and keeps hooks (FSDP's)
-    # from running again in the recompute, since those are attached to `__call__`.
+    # Replacing `forward` rather than the module keeps parameter names, and keeps FSDP's hooks,
+    # which are attached to `__call__`, from running again in the recompute.
     recomputed = partial(checkpoint, unit.forward, use_reentrant=False, preserve_rng_state=False)
     setattr(unit, "forward", recomputed)  # noqa: B010 (mypy forbids the assignment)
 
 
-def shard_unit(unit: nn.Module, data_mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """Shards the unit's parameters over the data ranks (FSDP2, fp32 masters, fp32 gradient sums).
+def shard_unit(unit: nn.Module, sharding: Sharding, fp32_names: Collection[str]) -> None:
+    """Shards the unit's parameters over the data ranks (FSDP2): fp32 masters, fp32 gradient sums.
 
-    Gathered parameters are kept from the first forward of a step to `reduce_grads`: a pipeline
-    stage uses them for every micro-batch.
+    The gathered parameters are kept from a step's first forward to `reduce_grads`, since a pipeline
+    stage uses them for every micro-batch. Where the compute dtype is lower, the few parameters that
+    the model wants in fp32 are left whole: FSDP casts all that it gathers.
     """
-    if not any(True for _ in unit.parameters()):
-        return
+    lower = sharding.compute_dtype is not torch.float32
+    whole = {p for name, p in unit.named_parameters() if lower and name in fp32_names}
     policy = MixedPrecisionPolicy(
-        param_dtype=None if compute_dtype is torch.float32 else compute_dtype,
+        param_dtype=sharding.compute_dtype if lower else None,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    fully_shard(unit, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(
+        unit,
+        mesh=sharding.mesh,
+        mp_policy=policy,
+        reshard_after_forward=False,
+        ignored_params=whole,
+    )
 
 
 def hold_gradients(units: Sequence[nn.Module]) -> None:
-    """Before a step: gradients are summed on this rank and parameters stay gathered until
+    """Before a step: gradients are summed on this rank, and parameters stay gathered, until
     `reduce_grads`. Without FSDP there is nothing to do."""
     for unit in units:
         if isinstance(unit, FSDPModule):
@@ -81,13 +93,14 @@ def hold_gradients(units: Sequence[nn.Module]) -> None:
             unit.set_requires_gradient_sync(False)
 
 
-def reduce_grads(units: Sequence[nn.Module]) -> None:
+def reduce_grads(units: Sequence[nn.Module], data_group: dist.ProcessGroup) -> None:
     """After a stage's last weight gradient: averages its gradients over the data ranks, once a
-    step.
+    step. Without FSDP there is nothing to do.
 
     Weight gradients that an order puts off are added outside autograd, after FSDP's own hooks have
     run; so its post-backward is called here, as torch's pipelining does.
     """
+    whole: list[torch.Tensor] = []
     for unit in units:
         if not isinstance(unit, FSDPModule):
             continue
@@ -95,8 +108,17 @@ def reduce_grads(units: Sequence[nn.Module]) -> None:
         unit.set_reshard_after_backward(True)
         unit.set_requires_gradient_sync(True)
         state = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch >= 2.12
+        groups = getattr(state, "_fsdp_param_groups", None)  # one group in older releases
         for group in [state._fsdp_param_group] if groups is None else groups:
             if group is not None:
                 group.post_backward()
         state._root_post_backward_final_callback()
+        whole += [
+            p.grad for p in unit.parameters() if not isinstance(p, DTensor) and p.grad is not None
+        ]
+    if whole and data_group.size() > 1:
+        flat = torch.cat([grad.flatten() for grad in whole])
+        dist.all_reduce(flat, group=data_group)
+        flat /= data_group.size()
+        for grad, mean in zip(whole, torch.split(flat, [g.numel() for g in whole]), strict=True):
+            grad.copy_(mean.view_as(grad))

@@ -11,8 +11,8 @@ def forward_only(schedule: Schedule) -> Schedule:
     """The forwards of `schedule` in their order, with sends, receives and frees; one slot a channel
     is enough.
 
-    It cannot hang if the order could not: only waits went away. A slot is free as soon as its forward
-    has run and its output is on the way, and the next receive is posted there.
+    It cannot hang if the order could not: only waits went away. A slot is free as soon as its
+    forward has run and its output is on the way, and the next receive is posted there.
     """
     last_stage = schedule.num_stages - 1
     orders: list[tuple[Step, ...]] = []

@@ -1,0 +1,163 @@
+"""Config -> what one rank needs to run its part of the pipeline.
+
+Everything that can be wrong with a run is found here, on every rank alike, before a boundary moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ppruntime import config as configuration
+from ppruntime.boundaries import expected_boundaries, probe
+from ppruntime.channels import make_channels
+from ppruntime.config import Config
+from ppruntime.executor import Executor, host_clock
+from ppruntime.models.dims import ModelDims, UnitKind, UnitSpec, unit_parameters, unit_specs
+from ppruntime.models.init import init_parameters
+from ppruntime.models.linear import WeightGradQueue, set_queue
+from ppruntime.models.units import build_unit
+from ppruntime.order import Order, make_order
+from ppruntime.plan import StagePlan, cut
+from ppruntime.ranks import Ranks
+from ppruntime.schedules.formats import digest
+from ppruntime.schedules.forward_only import forward_only
+from ppruntime.schedules.ops import Schedule
+from ppruntime.stage import Stage
+from ppruntime.transports import open_transport
+from ppruntime.transports.agree import Fact, agree
+from ppruntime.transports.base import Transport
+from ppruntime.transports.ledger import describe
+from ppruntime.wrap import Sharding, wrap_units
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """One rank's part of a model in training.
+
+    `units` are this rank's, in model order; `params` and `buffers` theirs by full name.
+    `param_order` names the parameters of the whole model, in its order.
+    """
+
+    dims: ModelDims
+    plan: tuple[StagePlan, ...]
+    order: Order
+    stages: Mapping[int, Stage]
+    units: tuple[tuple[UnitSpec, nn.Module], ...]
+    params: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, Tensor]
+    param_order: tuple[str, ...]
+    transport: Transport
+    training: Executor[int]
+    evaluation: Executor[int]
+
+    @property
+    def loss_rank(self) -> int:
+        """The pp rank with the last stage."""
+        return self.order.computations.stage_to_rank[-1]
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """The type of activations and of the weights they are multiplied with."""
+    return torch.float32 if config.train.precision == "fp32" else torch.bfloat16
+
+
+def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
+    """Plans, builds and initialises this rank's stages and opens its channels. A collective.
+
+    Raises on every rank alike when ranks do not agree on the configuration, the order or a
+    boundary.
+    """
+    train, dims, order = config.train, config.model.dims, make_order(config)
+    stage_to_rank = order.computations.stage_to_rank
+    plan = cut(dims, stage_to_rank, config.pp.layers_per_stage, seq_len=train.seq_len)
+    shape = {"batch": train.micro_batch_size, "seq_len": train.seq_len}
+    boundaries = expected_boundaries(dims, plan, dtype=compute_dtype(config), **shape)
+    stages = {s.index: build_stage(config, s, ranks) for s in plan if s.rank == ranks.pp_rank}
+
+    handed_on = {s.index: describe(b) for s, b in zip(plan, boundaries, strict=False)}
+    for index in handed_on.keys() & stages.keys():
+        received = boundaries[index - 1] if index else None
+        made = probe(stages[index], received, device=ranks.device, **shape)
+        handed_on[index] = describe(made)
+    agree(
+        ranks.world_store("build"),
+        ranks.rank,
+        range(ranks.layout.world),
+        [
+            *(Fact(key, str(value)) for key, value in configuration.flatten(config).items()),
+            Fact("torch", torch.__version__),
+            Fact("the order of work", digest(order.lowered)),
+            *(Fact(f"what stage {index} hands on", text) for index, text in handed_on.items()),
+        ],
+        timeout_seconds=config.fault.init_timeout_seconds,
+        what="the first transfer",
+    )
+
+    channels = make_channels(boundaries, stage_to_rank, order.slots)
+    transport = open_transport(
+        config.pp.transport,
+        channels,
+        ranks.pp_rank,
+        device=ranks.device,
+        timeout_seconds=config.pp.timeout_seconds,
+        store=ranks.pipeline_store(),
+    )
+
+    def executor(schedule: Schedule, *, training: bool) -> Executor[int]:
+        rank, clock = ranks.pp_rank, host_clock
+        return Executor(schedule, rank, stages, channels, transport, clock=clock, training=training)
+
+    units = tuple(
+        (spec, unit)
+        for index in sorted(stages)
+        for spec, unit in zip(plan[index].units, stages[index].units, strict=True)
+    )
+    return Pipeline(
+        dims=dims,
+        plan=plan,
+        order=order,
+        stages=stages,
+        units=units,
+        params={f"{s.name}.{n}": p for s, u in units for n, p in u.named_parameters()},
+        buffers={f"{s.name}.{n}": b for s, u in units for n, b in u.named_buffers()},
+        param_order=tuple(
+            f"{spec.name}.{p.name}"
+            for spec in unit_specs(dims)
+            for p in unit_parameters(dims, spec)
+        ),
+        transport=transport,
+        training=executor(order.lowered, training=True),
+        evaluation=executor(forward_only(order.computations), training=False),
+    )
+
+
+def build_stage(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
+    """One stage of this rank: its units, initialised, wrapped, with one queue for the weight
+    gradients that can wait. Only these units' memory is ever allocated.
+
+    Masters are fp32: in bf16 the wrapping casts them once a step, see `wrap.shard_unit`.
+    """
+    dims, dtype = config.model.dims, compute_dtype(config)
+    units = []
+    for spec in plan.units:
+        unit = build_unit(dims, spec, device=ranks.device, dtype=torch.float32)
+        init_parameters(unit, spec.name, config.train.seed)
+        units.append(unit)
+    sharded = dtype is not torch.float32 or ranks.layout.num_data_ranks > 1
+    halves = (UnitKind.ATTENTION, UnitKind.MOE)
+    wrap_units(
+        units,
+        recompute=[config.ac.mode == "full" and spec.kind in halves for spec in plan.units],
+        sharding=Sharding(ranks.data_mesh, dtype) if sharded else None,
+        fp32_names=[
+            frozenset(p.name for p in unit_parameters(dims, spec) if p.fp32) for spec in plan.units
+        ],
+    )
+    queue = WeightGradQueue()
+    for unit in units:
+        set_queue(unit, queue)
+    return Stage(plan.index, units, inputs=plan.inputs, outputs=plan.outputs, queue=queue)

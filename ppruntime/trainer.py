@@ -1,0 +1,209 @@
+"""One optimizer step over a pipeline, and a validation loss. `session.py` calls them in a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ppruntime.build import Pipeline
+from ppruntime.config import Config
+from ppruntime.data import Batches
+from ppruntime.executor import OpTimes
+from ppruntime.models.carry import MicroBatch
+from ppruntime.models.dims import UnitKind
+from ppruntime.models.router import Router, updated_bias
+from ppruntime.optim import clip_, global_norm, lr_at, make_adamw, set_lr, state_tensors
+from ppruntime.ranks import Ranks
+from ppruntime.wrap import hold_gradients, reduce_grads
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or gradient norm is not a finite number. The weights are those of the step before."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave, the same on every rank."""
+
+    loss: float
+    """Cross-entropy per valid token of the whole batch."""
+    balance_loss: float | None
+    """Weighted sequence balance losses of all layers, mean over sequences; None without any."""
+    grad_norm: float
+    """Global norm before clipping."""
+    lr: float
+    max_load: float
+    """Largest ratio, over layers, of the busiest expert's tokens to the mean; 1 is balanced."""
+    times: list[OpTimes[int]]
+    """This rank's ops."""
+
+
+class Trainer:
+    """Optimizer and pipeline of one rank. Every method is a collective of all ranks."""
+
+    def __init__(self, config: Config, ranks: Ranks, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self._config = config
+        self._ranks = ranks
+        optim = config.optim
+        self._optimizer = make_adamw(
+            pipeline.params,
+            lr=optim.lr,
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+        )
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All tensors of this rank that a checkpoint holds, by full name: weights, buffers such as
+        routing biases, and the optimizer's. Loading writes into them."""
+        weights: dict[str, Tensor] = {**self.pipeline.params, **self.pipeline.buffers}
+        return weights | state_tensors(self._optimizer, self.pipeline.params)
+
+    def step(self, index: int, data: Batches) -> StepResult:
+        """Forward, backward and update of step `index`, counted from 0.
+
+        Raises NonFiniteError, on every rank and before the update, if loss or norm is not finite.
+        """
+        pipeline, num_valid = self.pipeline, max(1, data.num_valid(index))
+        units = [unit for _, unit in pipeline.units]
+        # Gradients are averaged over the data ranks; a loss is a sum over all of them.
+        self._reset_stages(loss_seed=self._ranks.layout.num_data_ranks / num_valid)
+        hold_gradients(units)
+        times = pipeline.training.run(self._batches(index, data))
+        reduce_grads(units, self._ranks.data_group)
+        loss, balance_loss = self._mean_losses(num_valid)
+        norm = global_norm(
+            pipeline.params,
+            pipeline.param_order,
+            pp_group=self._ranks.pipeline_group,
+            device=self._ranks.device,
+        )
+        lr = self._update(index, loss, norm)
+        return StepResult(
+            loss=loss,
+            balance_loss=balance_loss,
+            grad_norm=float(norm),
+            lr=lr,
+            max_load=self._settle_routing(),
+            times=times,
+        )
+
+    def evaluate(self, data: Batches, num_steps: int) -> float:
+        """Cross-entropy per valid token over `num_steps` global batches of `data`, no gradients."""
+        total, num_valid = 0.0, 0
+        for index in range(num_steps):
+            self._reset_stages(loss_seed=0.0)
+            self.pipeline.evaluation.run(self._batches(index, data))
+            valid = data.num_valid(index)
+            total += self._mean_losses(1)[0]
+            num_valid += valid
+        return total / max(1, num_valid)
+
+    def _batches(self, step: int, data: Batches) -> list[MicroBatch]:
+        """This data rank's micro-batches, on its device."""
+        device = self._ranks.device
+        read = (
+            data.micro_batch(step, m, self._ranks.data_rank) for m in range(data.num_micro_batches)
+        )
+        return [_on(device, batch) for batch in read]
+
+    def _reset_stages(self, *, loss_seed: float) -> None:
+        def scalar(value: float) -> Tensor:
+            return torch.tensor(value, dtype=torch.float32, device=self._ranks.device)
+
+        for stage in self.pipeline.stages.values():
+            stage.reset(
+                loss_seed=scalar(loss_seed), balance_seed=scalar(1 / self._sequences_per_rank)
+            )
+
+    @property
+    def _sequences_per_rank(self) -> int:
+        """Sequences of a step on one data rank. Balance losses are summed over sequences."""
+        return self._config.train.num_micro_batches * self._config.train.micro_batch_size
+
+    def _mean_losses(self, num_valid: int) -> tuple[float, float | None]:
+        """The step's loss per valid token and balance loss per sequence, the same on every rank."""
+        stages = self.pipeline.stages.values()
+        sums = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
+        for stage in stages:
+            for value in stage.losses:
+                sums[0] += value
+            for value in stage.balance_losses:
+                sums[1] += value
+        # Ranks without a loss add exact zeros, so the sum over the pipeline is the owner's bits.
+        dist.all_reduce(sums, group=self._ranks.pipeline_group)
+        if (num_data_ranks := self._ranks.layout.num_data_ranks) > 1:
+            dist.all_reduce(sums, group=self._ranks.data_group)
+        loss, balance = sums.tolist()
+        if not self.pipeline.dims.balance_loss_weight:
+            return loss / num_valid, None
+        return loss / num_valid, balance / (self._sequences_per_rank * num_data_ranks)
+
+    def _update(self, index: int, loss: float, norm: Tensor) -> float:
+        """Clips and updates; gives the learning rate."""
+        optim, params = self._config.optim, self.pipeline.params
+        for what, value in (("loss", loss), ("gradient norm", float(norm))):
+            if value != value or value in (float("inf"), float("-inf")):
+                raise NonFiniteError(
+                    f"step {index + 1}: the {what} is {value}; the weights are still those of step"
+                    f" {index}, a lower optim.lr may help"
+                )
+        if optim.clip_norm is not None:
+            clip_(params.values(), optim.clip_norm, norm)
+        lr = lr_at(
+            index + 1,
+            peak=optim.lr,
+            final=optim.min_lr,
+            num_warmup_steps=optim.warmup_steps,
+            num_steps=self._config.train.steps,
+        )
+        set_lr(self._optimizer, lr)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return lr
+
+    def _settle_routing(self) -> float:
+        """Moves the routing biases against the step's loads, if wanted; gives the worst load."""
+        rate, worst = self._config.train.routing_bias_rate, 0.0
+        loads = self._loads()
+        for spec, unit in self.pipeline.units:
+            if spec.name in loads:
+                load = loads[spec.name]
+                worst = max(worst, float(load.max() / load.double().mean()))
+                router = _router(unit)
+                if rate and not router.by_token_id:
+                    router.bias.copy_(updated_bias(router.bias, load, rate))
+        highest = torch.tensor(worst, dtype=torch.float64, device=self._ranks.device)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._ranks.pipeline_group)
+        return float(highest)
+
+    def _loads(self) -> Mapping[str, Tensor]:
+        """Tokens of the step per expert, over all data ranks, by unit of this rank."""
+        loads: dict[str, Tensor] = {}
+        for index, stage in self.pipeline.stages.items():
+            moes = [s.name for s in self.pipeline.plan[index].units if s.kind is UnitKind.MOE]
+            if moes:
+                per_unit = zip(*stage.loads, strict=True)
+                loads |= {n: torch.stack(c).sum(0) for n, c in zip(moes, per_unit, strict=True)}
+        if loads and self._ranks.layout.num_data_ranks > 1:
+            together = torch.stack(list(loads.values()))
+            dist.all_reduce(together, group=self._ranks.data_group)
+            loads = dict(zip(loads, together, strict=True))
+        return loads
+
+
+def _router(unit: nn.Module) -> Router:
+    return next(module for module in unit.modules() if isinstance(module, Router))
+
+
+def _on(device: torch.device, batch: MicroBatch) -> MicroBatch:
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    masked = None if batch.masked is None else moved(batch.masked)
+    return MicroBatch(moved(batch.ids), moved(batch.labels), moved(batch.positions), masked)
