@@ -302,8 +302,6 @@ def _together(act: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         result = act()
     except (Exception, CheckpointException) as error:  # torch's derives from BaseException
         failure, complaint = error, _sentence(error, _place(group)[0])
-        if group is not None and not isinstance(error, (CheckpointError, CheckpointException)):
-            complaint = f"rank {dist.get_rank(group)}: {complaint}"
     complaint = first_complaint(complaint, group)
     if complaint is not None:
         raise CheckpointError(complaint) from failure

@@ -5,16 +5,18 @@ Rank 0 alone makes these objects; every other rank passes nothing and prints not
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 _DENSE_BF16_FLOPS = {
@@ -166,6 +168,14 @@ def read_metrics(path: Path) -> tuple[StepMetrics, ...]:
     raise MetricsError(f"{path}:{broken}: not a step of a run; delete the line or restore the file")
 
 
+class _LastingConsole(Console):
+    """A console whose reader may go away (`| head`); rich would end the process then."""
+
+    def on_broken_pipe(self) -> None:
+        with contextlib.suppress(SystemExit):
+            super().on_broken_pipe()
+
+
 class ProgressLine:
     """Shows training: one live line on a terminal, else a line each `interval` steps.
 
@@ -173,19 +183,24 @@ class ProgressLine:
     """
 
     def __init__(
-        self, num_steps: int, *, interval: int = 1, console: Console | None = None
+        self,
+        num_steps: int,
+        *,
+        interval: int = 1,
+        file: TextIO | None = None,
+        is_terminal: bool | None = None,
     ) -> None:
-        """`console`: where to show it; None for standard output."""
-        self._console = console or Console(highlight=False, markup=False, emoji=False)
+        """`file`: where to show it, None for standard output. `is_terminal`: None asks the file."""
+        self._console: Console = _LastingConsole(
+            file=file, force_terminal=is_terminal, highlight=False, markup=False, emoji=False
+        )
         self._num_steps = num_steps
         self._interval = interval
         self._live: Progress | None = None
         if self._console.is_terminal:
             self._live = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=20),
-                TextColumn("{task.fields[line]}", markup=False),
+                TextColumn("{task.fields[line]}", markup=False, table_column=Column(no_wrap=True)),
+                BarColumn(bar_width=12),
                 console=self._console,
                 auto_refresh=False,
             )
@@ -199,8 +214,7 @@ class ProgressLine:
             live, task = self._live, self._task
             self._try(lambda: live.update(task, completed=metrics.step, line=line, refresh=True))
         elif metrics.step % self._interval == 0 or metrics.step == self._num_steps:
-            width = len(str(self._num_steps))
-            self.note(f"step {metrics.step:>{width}}/{self._num_steps}  {line}")
+            self.note(line)
 
     def note(self, text: str) -> None:
         """Prints a line of its own, above the live one."""
@@ -216,21 +230,22 @@ class ProgressLine:
         try:
             show()
         except OSError:
-            self._console = Console(quiet=True)
-            self._live = None
+            self._console.quiet = True
 
 
 def progress_text(metrics: StepMetrics, *, num_steps: int) -> str:
-    """What the progress line says after the step number."""
+    """A step in one line, the most important first: a narrow terminal cuts the end off."""
     left = timedelta(seconds=round((num_steps - metrics.step) * metrics.step_seconds))
-    parts = [f"loss {_decimals(metrics.loss, 4)}"]
+    parts = [f"step {metrics.step:>{len(str(num_steps))}}/{num_steps}"]
+    parts.append(f"loss {_decimals(metrics.loss, 4)}")
     if metrics.val_loss is not None:
         parts.append(f"val {_decimals(metrics.val_loss, 4)}")
-    parts += [f"grad {_decimals(metrics.grad_norm, 3)}", f"lr {metrics.lr:.2e}"]
     parts.append(f"{metrics.tokens_per_s:,.0f} tok/s")
     if metrics.mfu is not None:
         parts.append(f"mfu {100 * metrics.mfu:.1f} %")
-    return "  ".join([*parts, f"{left} left"])
+    parts.append(f"{left} left")
+    parts += [f"grad {_decimals(metrics.grad_norm, 3)}", f"lr {metrics.lr:.2e}"]
+    return "  ".join(parts)
 
 
 def _decimals(value: float | None, num_decimals: int) -> str:
