@@ -76,7 +76,7 @@ class Pipeline(Section, frozen=True):
     """Layers of each stage in stage order, in multiples of 0.5; the embedding comes on top of the
     first, final norm and head of the last. Default: the cut that balances FLOPs. Bitwise."""
     warmup_step: (
-        Annotated[int, Meta(ge=1, le=1024)] | tuple[Annotated[int, Meta(ge=0)], ...] | None
+        Annotated[int, Meta(ge=0, le=1024)] | tuple[Annotated[int, Meta(ge=0)], ...] | None
     ) = None
     """Extra forwards in flight: s gives rank r s (size - 1 - r) forwards before its first backward,
     a list gives that number for each rank. Default: 2 for async_1f1b. Bitwise."""

@@ -103,7 +103,7 @@ class Reading:
         in_dims = {name: getattr(config.train, name) for name in TRAIN_KEYS_OF_DIMS}
         dims = replace(config.model.dims, **in_dims)
         config = replace(config, model=replace(config.model, dims=dims))
-        for key, text in broken_rules(config, self._is_set, self.wrong_keys):
+        for key, text in broken_rules(config, self.wrong_keys):
             self._complain(tuple(key.split(".")), text)
         if self.mistakes:
             self._raise()
@@ -112,13 +112,6 @@ class Reading:
     def _raise(self) -> None:
         in_file_order = sorted(self.mistakes, key=lambda mistake: mistake.place)
         raise ConfigError("\n".join(map(str, in_file_order)))
-
-    def _is_set(self, key: str) -> bool:
-        """Whether a file or the command line gives `section.key` a value."""
-        target: Any = self.values
-        for name in key.split("."):
-            target = target.get(name) if isinstance(target, dict) else None
-        return target is not None
 
     def _complain(self, path: KeyPath, text: str) -> None:
         """Records a mistake at the place that set `path`, else its section, else the first file."""

@@ -15,13 +15,12 @@ from itertools import pairwise
 from typing import Any, TypeAlias, cast
 
 from ppruntime.config_errors import show
-from ppruntime.config_keys import LOOP_SCHEDULES, V_SCHEDULES, Config, Section
-from ppruntime.models.dims import validate
+from ppruntime.config_keys import LOOP_SCHEDULES, V_SCHEDULES, Config, Data, Section, Train
+from ppruntime.models.dims import preset, validate
 
 Broken: TypeAlias = tuple[str, str]
 """The key to blame, and the sentence about it."""
-IsSet: TypeAlias = Callable[[str], bool]
-Rule: TypeAlias = Callable[[Config, IsSet], Iterator[Broken]]
+Rule: TypeAlias = Callable[[Config], Iterator[Broken]]
 
 _MOST_LAYERS = 4096
 _LARGEST_SIZE = 2**31 - 1
@@ -68,8 +67,8 @@ _NOT_BUILT = (
 )
 
 
-def broken_rules(config: Config, is_set: IsSet, wrong_keys: Set[str]) -> Iterator[Broken]:
-    """The rules that `config` breaks. `is_set` tells which keys a file or the command line gave.
+def broken_rules(config: Config, wrong_keys: Set[str]) -> Iterator[Broken]:
+    """The rules that `config` breaks.
 
     Keys in `wrong_keys` were refused and have made-up values: a rule that reads one says nothing.
     """
@@ -77,7 +76,7 @@ def broken_rules(config: Config, is_set: IsSet, wrong_keys: Set[str]) -> Iterato
     unbuilt: list[Rule] = [partial(_unbuilt, option) for option in _NOT_BUILT]
     for rule in (*unbuilt, *_RULES):
         with suppress(_InDoubt):
-            yield from rule(guarded, is_set)
+            yield from rule(guarded)
 
 
 class _InDoubt(Exception):
@@ -102,14 +101,14 @@ class _Guard:
         return _Guard(value, self._wrong_keys, f"{key}.") if isinstance(value, Section) else value
 
 
-def _unbuilt(option: _NotBuilt, config: Config, is_set: IsSet) -> Iterator[Broken]:
+def _unbuilt(option: _NotBuilt, config: Config) -> Iterator[Broken]:
     value: Any = reduce(getattr, option.key.split("."), config)
     if value not in option.works:
         yield option.key, f"{option.key} = {show(value)} is not built yet; {option.remedy}"
 
 
-def _model(config: Config, is_set: IsSet) -> Iterator[Broken]:
-    dims = config.model.dims
+def _model(config: Config) -> Iterator[Broken]:
+    dims, usual = config.model.dims, preset(config.model.name)
     names = dims.__struct_fields__
     sizes = {name: size for name in names if type(size := getattr(dims, name)) is int}
     bounds = dict.fromkeys(sizes, _LARGEST_SIZE) | {"num_layers": _MOST_LAYERS}
@@ -119,13 +118,14 @@ def _model(config: Config, is_set: IsSet) -> Iterator[Broken]:
         if sizes[name] > bounds[name]
     ]
     for text in too_large or validate(dims):
-        # To blame is the first field in the sentence that the author wrote, else the preset.
-        fields = [word for word in re.findall(r"\w+", text) if word in names]
-        blamed = next((name for name in fields if is_set(f"model.{name}")), "name")
+        # To blame is the first size in the sentence that is not the preset's.
+        sizes_named = [word for word in re.findall(r"\w+", text) if word in names]
+        changed = (n for n in sizes_named if getattr(dims, n) != getattr(usual, n))
+        blamed = next(changed, "name")
         yield f"model.{blamed}", f"model: {text}"
 
 
-def _stages(config: Config, is_set: IsSet) -> Iterator[Broken]:
+def _stages(config: Config) -> Iterator[Broken]:
     pp = config.pp
     does_not_fit = (
         f"pp.stages_per_rank = {pp.num_chunks} does not fit pp.schedule = {show(pp.schedule)}"
@@ -138,7 +138,7 @@ def _stages(config: Config, is_set: IsSet) -> Iterator[Broken]:
         yield "pp.stages_per_rank", f"{does_not_fit}, {remedy}"
 
 
-def _cut(config: Config, is_set: IsSet) -> Iterator[Broken]:
+def _cut(config: Config) -> Iterator[Broken]:
     pp, num_layers = config.pp, config.model.dims.num_layers
     layers = pp.layers_per_stage
     if layers is None:
@@ -169,7 +169,7 @@ def _cut(config: Config, is_set: IsSet) -> Iterator[Broken]:
         yield key, f"{key} sums to {total:g}, the model has {num_layers} layers; {remedy}"
 
 
-def _warmup(config: Config, is_set: IsSet) -> Iterator[Broken]:
+def _warmup(config: Config) -> Iterator[Broken]:
     pp = config.pp
     key, step = "pp.warmup_step", config.pp.warmup_step
     if step is None:
@@ -194,7 +194,7 @@ def _warmup(config: Config, is_set: IsSet) -> Iterator[Broken]:
         )
 
 
-def _deferred_weight_grads(config: Config, is_set: IsSet) -> Iterator[Broken]:
+def _deferred_weight_grads(config: Config) -> Iterator[Broken]:
     pp = config.pp
     if pp.defer_weight_grads and pp.schedule not in _WHOLE_BACKWARD_SCHEDULES:
         yield (
@@ -205,7 +205,7 @@ def _deferred_weight_grads(config: Config, is_set: IsSet) -> Iterator[Broken]:
         )
 
 
-def _experts(config: Config, is_set: IsSet) -> Iterator[Broken]:
+def _experts(config: Config) -> Iterator[Broken]:
     ep, num_experts = config.parallel.ep, config.model.dims.num_experts
     if num_experts % ep:
         yield (
@@ -215,7 +215,7 @@ def _experts(config: Config, is_set: IsSet) -> Iterator[Broken]:
         )
 
 
-def _data_path(config: Config, is_set: IsSet) -> Iterator[Broken]:
+def _data_path(config: Config) -> Iterator[Broken]:
     if config.data.type == "tokens" and config.data.path is None:
         yield (
             "data.path",
@@ -224,11 +224,11 @@ def _data_path(config: Config, is_set: IsSet) -> Iterator[Broken]:
         )
 
 
-def _made_up_data(config: Config, is_set: IsSet) -> Iterator[Broken]:
+def _made_up_data(config: Config) -> Iterator[Broken]:
     if config.data.type not in ("random", "counting"):
         return
     for name in ("path", "validation_share", "reset_positions", "ignore_tokens"):
-        if is_set(f"data.{name}"):
+        if getattr(config.data, name) != getattr(Data(), name):
             yield (
                 f"data.{name}",
                 f"data.{name} has no effect on data.type = {show(config.data.type)}, which makes "
@@ -236,10 +236,10 @@ def _made_up_data(config: Config, is_set: IsSet) -> Iterator[Broken]:
             )
 
 
-def _evaluation(config: Config, is_set: IsSet) -> Iterator[Broken]:
+def _evaluation(config: Config) -> Iterator[Broken]:
     train = config.train
     if train.eval_interval is None:
-        if is_set("train.eval_steps"):
+        if train.eval_steps != Train().eval_steps:
             yield (
                 "train.eval_steps",
                 f"train.eval_steps = {train.eval_steps} has no effect without "
@@ -253,7 +253,7 @@ def _evaluation(config: Config, is_set: IsSet) -> Iterator[Broken]:
         )
 
 
-def _learning_rate(config: Config, is_set: IsSet) -> Iterator[Broken]:
+def _learning_rate(config: Config) -> Iterator[Broken]:
     optim = config.optim
     if optim.min_lr > optim.lr:
         yield (
@@ -263,7 +263,7 @@ def _learning_rate(config: Config, is_set: IsSet) -> Iterator[Broken]:
         )
 
 
-def _learning_rate_warmup(config: Config, is_set: IsSet) -> Iterator[Broken]:
+def _learning_rate_warmup(config: Config) -> Iterator[Broken]:
     warmup_steps, steps = config.optim.warmup_steps, config.train.steps
     if warmup_steps > steps:
         yield (
@@ -273,7 +273,7 @@ def _learning_rate_warmup(config: Config, is_set: IsSet) -> Iterator[Broken]:
         )
 
 
-def _routing(config: Config, is_set: IsSet) -> Iterator[Broken]:
+def _routing(config: Config) -> Iterator[Broken]:
     train = config.train
     if train.force_balanced_routing and train.routing_bias_rate:
         yield (
@@ -283,7 +283,7 @@ def _routing(config: Config, is_set: IsSet) -> Iterator[Broken]:
         )
 
 
-def _timeline(config: Config, is_set: IsSet) -> Iterator[Broken]:
+def _timeline(config: Config) -> Iterator[Broken]:
     step, steps = config.run.timeline_step, config.train.steps
     if step is not None and step >= steps:
         yield (
@@ -293,7 +293,7 @@ def _timeline(config: Config, is_set: IsSet) -> Iterator[Broken]:
         )
 
 
-def _paths(config: Config, is_set: IsSet) -> Iterator[Broken]:
+def _paths(config: Config) -> Iterator[Broken]:
     for key in ("run.dir", "data.path", "pp.nccl_library"):
         path: str | None = reduce(getattr, key.split("."), config)  # type: ignore[assignment]
         if path is not None and not (path and path.isprintable()):

@@ -1,0 +1,423 @@
+"""Each kind of mistake in a config, with the exact words that its author reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppruntime.config import ConfigError, load
+
+# Lines 1 to 21; the tests below name them.
+RUN = """\
+[model]
+name = "tiny"
+
+[pp]
+size = 4
+schedule = "1f1b"
+
+[train]
+num_micro_batches = 8
+steps = 30
+
+[data]
+type = "stdlib"
+
+[optim]
+lr = 1e-3
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """`run(text, *overrides)` -> the lines of the error that the config gives."""
+    monkeypatch.chdir(tmp_path)
+
+    def lines(text, *overrides):
+        Path("run.toml").write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            load(["run.toml"], overrides)
+        return str(caught.value).splitlines()
+
+    return lines
+
+
+def replaced(old, new):
+    assert old in RUN
+    return RUN.replace(old, new)
+
+
+VALUES = [
+    ("size = 4", "size = 0", 5, "pp.size = 0 is not allowed; expected an integer from 1 to 1024"),
+    (
+        "size = 4",
+        'size = "4"',
+        5,
+        'pp.size = "4" is not allowed; expected an integer from 1 to 1024',
+    ),
+    (
+        "size = 4",
+        "size = 2.5",
+        5,
+        "pp.size = 2.5 is not allowed; expected an integer from 1 to 1024",
+    ),
+    (
+        "size = 4",
+        "size = true",
+        5,
+        "pp.size = true is not allowed; expected an integer from 1 to 1024",
+    ),
+    (
+        "lr = 1e-3",
+        "lr = nan",
+        16,
+        "optim.lr = nan is not allowed; expected a finite number above 0",
+    ),
+    (
+        "lr = 1e-3",
+        "lr = inf",
+        16,
+        "optim.lr = inf is not allowed; expected a finite number above 0",
+    ),
+    (
+        "lr = 1e-3",
+        "betas = [0.9, 1.0]",
+        16,
+        "optim.betas = [0.9, 1.0] is not allowed; expected a list of 2, each entry a finite number "
+        "at least 0 and below 1",
+    ),
+    (
+        "lr = 1e-3",
+        "betas = [0.9]",
+        16,
+        "optim.betas = [0.9] is not allowed; expected a list of 2, each entry a finite number "
+        "at least 0 and below 1",
+    ),
+    (
+        "size = 4",
+        "layers_per_stage = [2, nan]",
+        5,
+        "pp.layers_per_stage = [2, nan] is not allowed; expected a list, each entry a finite "
+        "number from 0 to 4096",
+    ),
+    (
+        "size = 4",
+        "warmup_step = -1",
+        5,
+        "pp.warmup_step = -1 is not allowed; expected an integer from 0 to 1024 or a list, each "
+        "entry an integer at least 0",
+    ),
+    (
+        "size = 4",
+        'transport = "ncl"',
+        5,
+        'pp.transport = "ncl" is not allowed; expected one of "auto", "copy_engine", "gloo", '
+        '"local", "nccl", "put"; did you mean "nccl"?',
+    ),
+    (
+        'type = "stdlib"',
+        'type = "stdlib"\nreset_positions = 1',
+        14,
+        "data.reset_positions = 1 is not allowed; expected true or false",
+    ),
+    (
+        'type = "stdlib"',
+        'type = "stdlib"\npath = 1979-05-27',
+        14,
+        'data.path = "1979-05-27" is not allowed; expected a text in quotes',
+    ),
+    ("steps = 30", "steps = 30\nseed = 9999999999999999999999", 11, None),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "line", "text"), VALUES)
+def test_a_value_that_its_key_does_not_take(old, new, line, text, run):
+    found = run(replaced(old, new))
+    if text is None:
+        text = (
+            "train.seed = 9999999999999999999999 is not allowed; expected an integer from 0 to "
+            "9223372036854775807"
+        )
+    assert found == [f"run.toml:{line}: {text}"]
+
+
+NAMES = [
+    ("size = 4", "siez = 4", 5, 'pp.siez is not a key; did you mean "size"?'),
+    (
+        "[optim]",
+        "[optimizer]",
+        15,
+        "optimizer is not a section; expected one of model, pp, parallel, train, data, optim, "
+        'checkpoint, run, ac, moe, kernels, fault; did you mean "optim"?',
+    ),
+    (
+        "[optim]\nlr = 1e-3",
+        "[parallel]\ntensor = 2",
+        16,
+        "parallel.tensor is not a key; [parallel] has dp, ep",
+    ),
+    (
+        'name = "tiny"',
+        'name = "tiny"\nnum_layer = 8',
+        3,
+        'model.num_layer is not a key; did you mean "num_layers"?',
+    ),
+    (
+        'name = "tiny"',
+        'name = "tiny"\nforce_balanced_routing = true',
+        3,
+        "model.force_balanced_routing is not a key; write train.force_balanced_routing",
+    ),
+    (
+        "[model]",
+        "size = 2\n[model]",
+        1,
+        "size is not a section, it is a key of [pp]; write pp.size",
+    ),
+    (
+        'name = "tiny"',
+        'name = "tinny"',
+        2,
+        'model.name = "tinny" is not a model; expected one of "tiny", "tiny-v4", "v41-proxy-8", '
+        '"v4-proxy-8", "v41-flash", "v4-flash"; did you mean "tiny"?',
+    ),
+    (
+        'name = "tiny"',
+        "",
+        1,
+        'model.name is missing; write one of "tiny", "tiny-v4", "v41-proxy-8", "v4-proxy-8", '
+        '"v41-flash", "v4-flash"',
+    ),
+    (
+        "[optim]\nlr = 1e-3",
+        "[moe]\ndispatch = 3",
+        16,
+        "moe.dispatch = 3 is not allowed; moe.dispatch is a section of keys",
+    ),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "line", "text"), NAMES)
+def test_a_name_that_is_none(old, new, line, text, run):
+    assert run(replaced(old, new)) == [f"run.toml:{line}: {text}"]
+
+
+RULES = [
+    (
+        "pp.layers_per_stage=[2, 2, 4]",
+        "pp.layers_per_stage has 3 entries, pp.size 4 x 1 stages per rank needs 4; leave it out "
+        "for "
+        "a balanced cut",
+    ),
+    (
+        "pp.layers_per_stage=[2, 2, 1.25, 2.75]",
+        "pp.layers_per_stage gives stage 2 1.25 layers; a stage has a multiple of 0.5, such as 1",
+    ),
+    (
+        "pp.layers_per_stage=[2, 2, 1.5, 1]",
+        "pp.layers_per_stage sums to 6.5, the model has 8 layers; the last entry could be 2.5",
+    ),
+    (
+        "pp.layers_per_stage=[5, 5, 0, 1]",
+        "pp.layers_per_stage sums to 11, the model has 8 layers; the entries before the last are "
+        "already 2 too many",
+    ),
+    (
+        "pp.stages_per_rank=2",
+        'pp.stages_per_rank = 2 does not fit pp.schedule = "1f1b", which has one stage per rank; '
+        'use 1, or "interleaved_1f1b" or "interleaved_zb1p"',
+    ),
+    (
+        "pp.schedule=zb_v pp.stages_per_rank=3",
+        'pp.stages_per_rank = 3 does not fit pp.schedule = "zb_v", whose stages form a V; leave it '
+        "out or use 2",
+    ),
+    (
+        "pp.warmup_step=2",
+        'pp.warmup_step = 2 has no effect on pp.schedule = "1f1b"; leave it out, or use "1f1b_w" '
+        "or "
+        '"async_1f1b"',
+    ),
+    (
+        "pp.schedule=async_1f1b pp.warmup_step=[2,1]",
+        "pp.warmup_step has 2 entries, pp.size = 4 needs 4, one a rank",
+    ),
+    (
+        "pp.schedule=async_1f1b pp.warmup_step=[2,1,3,0]",
+        "pp.warmup_step = [2, 1, 3, 0] rises from one rank to the next, which deadlocks; "
+        "[3, 2, 1, 0] would work",
+    ),
+    (
+        "pp.schedule=zb_h1 pp.defer_weight_grads=true",
+        'pp.defer_weight_grads = true has no effect on pp.schedule = "zb_h1", which splits its '
+        'backwards itself; leave it out, or use "1f1b" or "async_1f1b" or "gpipe" or '
+        '"interleaved_1f1b"',
+    ),
+    (
+        "parallel.ep=3",
+        "parallel.ep = 3 does not divide the model's 8 experts; use a divisor of 8",
+    ),
+    (
+        "data.type=tokens",
+        'data.path is missing, data.type = "tokens" needs the prefix of a token file; make one '
+        'with "ppruntime data build --out PREFIX FILES", or use data.type = "stdlib"',
+    ),
+    (
+        "data.type=random data.validation_share=0.1",
+        'data.validation_share has no effect on data.type = "random", which makes its tokens up; '
+        "leave it out",
+    ),
+    (
+        "train.eval_steps=2",
+        "train.eval_steps = 2 has no effect without train.eval_interval; set both or neither",
+    ),
+    (
+        "train.eval_interval=5 data.validation_share=0",
+        "train.eval_interval = 5 needs documents to evaluate on, and data.validation_share is 0; "
+        "set it to a share such as 0.01",
+    ),
+    (
+        "optim.min_lr=0.1",
+        "optim.min_lr = 0.1 is above optim.lr = 0.001; it is where the learning rate ends, at most "
+        "optim.lr",
+    ),
+    (
+        "optim.warmup_steps=31",
+        "optim.warmup_steps = 31 is more than train.steps = 30; the learning rate would never "
+        "reach optim.lr",
+    ),
+    (
+        "train.force_balanced_routing=true train.routing_bias_rate=0.001",
+        "train.routing_bias_rate = 0.001 has no effect with train.force_balanced_routing = true; "
+        "leave one of them out",
+    ),
+    (
+        "run.timeline_step=30",
+        "run.timeline_step = 30 is never reached, steps are numbered 0 to 29; leave it out for the "
+        "last one",
+    ),
+    ('run.dir=""', 'run.dir = "" is not a path; it is empty or has unprintable characters'),
+    ("model.num_heads=3", "model: o_groups 2 does not divide num_heads 3"),
+    (
+        "model.num_layers=5000",
+        "model: num_layers is 5000; it has to be at most 4096",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "text"), RULES)
+def test_keys_that_do_not_go_together(overrides, text, run):
+    (line,) = run(RUN, *_split(overrides))
+    place, _, rest = line.partition(": ")
+    assert rest == text
+    assert place in ("command line", "run.toml:12")
+
+
+def _split(overrides):
+    """Splits at blanks that are followed by a key."""
+    parts = []
+    for word in overrides.split(" "):
+        if "=" in word:
+            parts.append(word)
+        else:
+            parts[-1] += f" {word}"
+    return parts
+
+
+UNBUILT = [
+    ("pp.transport=put", '"put"', 'use "auto", "local" or "gloo"'),
+    ("pp.transport_ctas=2", "2", "leave it out"),
+    ("pp.gemm_sms=120", "120", "leave it out"),
+    ("pp.nccl_library=/lib/libnccl.so", '"/lib/libnccl.so"', "leave it out"),
+    ("pp.activation_offload=true", "true", 'leave it out; ac.mode = "full" saves memory too'),
+    ("pp.offload_masters=true", "true", "leave it out"),
+    ("optim.type=muon", '"muon"', 'use "adamw"'),
+    ("ac.mode=matmul", '"matmul"', 'use "none" or "full"'),
+    (
+        'ac.layer_modes={"0" = "full"}',
+        '{"0": "full"}',
+        "leave it out; ac.mode holds for every layer",
+    ),
+    ("ac.recompute_engram=true", "true", 'leave it out; ac.mode = "full" recomputes it too'),
+    ("moe.dispatch.type=deep_ep", '"deep_ep"', 'use "torch"'),
+    ("moe.compute.backend=triton", '"triton"', 'use "torch"'),
+    ("kernels.attention=triton", '"triton"', 'use "reference"'),
+    ("fault.nonfinite=skip", '"skip"', 'use "stop"'),
+]
+
+
+@pytest.mark.parametrize(("override", "value", "remedy"), UNBUILT)
+def test_an_option_that_is_not_built_is_refused_when_set(override, value, remedy, run):
+    key = override.partition("=")[0]
+    assert run(RUN, override) == [f"command line: {key} = {value} is not built yet; {remedy}"]
+
+
+def test_all_mistakes_come_in_one_go_in_the_order_of_the_file(run):
+    text = RUN.replace("size = 4", "siez = 4").replace("steps = 30", "steps = 0")
+    text = text.replace("lr = 1e-3", "lr = 1e-3\nmin_lr = 1\neps = nan")
+    assert [line.split(" ", 2)[:2] for line in run(text, "parallel.ep=5", "oops")] == [
+        ["command", "line:"],
+        ["command", "line:"],
+        ["run.toml:5:", "pp.siez"],
+        ["run.toml:10:", "train.steps"],
+        ["run.toml:17:", "optim.min_lr"],
+        ["run.toml:18:", "optim.eps"],
+    ]
+
+
+def test_a_rule_is_silent_about_keys_whose_value_was_refused(run):
+    """pp.size is in doubt, so nothing can be said about a cut into pp.size stages."""
+    assert len(run(RUN, "pp.size=0", "pp.layers_per_stage=[8]")) == 1
+
+
+def test_the_place_is_the_file_that_set_the_value(run):
+    Path("overlay.toml").write_text("# an overlay\n[pp]\nlayers_per_stage = [4, 4]\n")
+    Path("run.toml").write_text(RUN)
+    with pytest.raises(ConfigError) as caught:
+        load(["run.toml", "overlay.toml"])
+    assert str(caught.value).startswith("overlay.toml:3: pp.layers_per_stage has 2 entries")
+    with pytest.raises(ConfigError) as caught:
+        load(["run.toml", "overlay.toml"], ["pp.layers_per_stage=[1]"])
+    assert str(caught.value).startswith("command line: pp.layers_per_stage has 1 entries")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("[pp]\nsize = \n", "run.toml:2: not legal TOML: Invalid value (column 8)"),
+        ("[pp]\n[pp]\n", 'run.toml:2: not legal TOML: Cannot declare ("pp",) twice (column 4)'),
+        ("a = " + "[" * 3000, "run.toml:1: not legal TOML: nested too deeply"),
+        ("#" + "x" * (1 << 20), "run.toml:1: not legal TOML: the file has more than 1048576 bytes"),
+    ],
+)
+def test_a_text_that_is_no_toml(text, error, run):
+    assert [line.replace("'", '"') for line in run(text)] == [error]
+
+
+def test_a_file_that_is_not_there_and_the_one_that_was_meant(run):
+    Path("other.toml").write_text(RUN)
+    with pytest.raises(ConfigError) as caught:
+        load(["othr.toml", "nothing-like-it"])
+    assert str(caught.value).splitlines() == [
+        "nothing-like-it: cannot be read: No such file or directory",
+        "othr.toml: cannot be read: No such file or directory; did you mean other.toml?",
+    ]
+
+
+@pytest.mark.parametrize("text", ["pp.size", "size=2", ".size=2", "pp.=2", "=", "--steps"])
+def test_a_text_that_is_no_override(text, run):
+    assert run(RUN, text) == [
+        f'command line: "{text}" is not an override; write section.key=value, such as pp.size=2'
+    ]
+
+
+@given(st.binary(max_size=200), st.text(max_size=40))
+def test_any_bytes_give_a_config_or_a_config_error(tmp_path_factory, content, override):
+    path = tmp_path_factory.getbasetemp() / "any.toml"
+    path.write_bytes(content)
+    for paths, overrides in (([path], []), ([], [override]), ([], [f"model.name={override}"])):
+        with pytest.raises(ConfigError):
+            load(paths, overrides)
