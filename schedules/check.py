@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ppruntime.schedules.counts import Edge, edges
+from ppruntime.schedules.counts import Edge, edges, slots_needed
 from ppruntime.schedules.grid import grid
 from ppruntime.schedules.ops import Kind, Op, Pair, Schedule, ScheduleError, ops_of
 from ppruntime.schedules.progress import Wait, stalled
@@ -53,9 +53,7 @@ def check(
         check_offload(schedule, at)
     if max_in_flight is not None:
         check_in_flight(schedule, max_in_flight)
-    check_progress(schedule, fuse_pairs=fuse_pairs)
-    if slots is not None:
-        check_credits(schedule, slots, fuse_pairs=fuse_pairs)
+    check_progress(schedule, slots=slots, fuse_pairs=fuse_pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,19 +319,21 @@ def check_in_flight(schedule: Schedule, max_in_flight: int | Sequence[int]) -> N
                     _fail(schedule, rank, i, op, text)
 
 
-def check_progress(schedule: Schedule, *, fuse_pairs: bool = False) -> None:
-    """Every rank gets to its end, however slow or fast the others are: no cycle of waits."""
-    if waits := stalled(schedule, fuse_pairs=fuse_pairs):
-        _hangs(schedule, waits, "move one of these ops")
-
-
-def check_credits(
-    schedule: Schedule, slots: int | Mapping[Edge, int], *, fuse_pairs: bool = False
+def check_progress(
+    schedule: Schedule,
+    *,
+    slots: int | Mapping[Edge, int] | None = None,
+    fuse_pairs: bool = False,
 ) -> None:
-    """The same when a message waits at its sender for one of `slots` receive buffers."""
-    if waits := stalled(schedule, slots=slots, fuse_pairs=fuse_pairs):
-        number = f"{slots} slots" if isinstance(slots, int) else "these slots"
-        _hangs(schedule, waits, f"{number} a channel are too few; slots_needed(schedule) is enough")
+    """Every rank gets to its end, however slow or fast the others are: no cycle of waits. With
+    `slots`, also when a message waits at its sender for a receive buffer."""
+    waits = stalled(schedule, slots=slots, fuse_pairs=fuse_pairs)
+    if not waits:
+        return
+    if slots is None or stalled(schedule, fuse_pairs=fuse_pairs):
+        _hangs(schedule, waits, "move one of these ops")
+    number = f"{slots} slots" if isinstance(slots, int) else "these slots"
+    _hangs(schedule, waits, f"{number} a channel are too few; {slots_needed(schedule)} are enough")
 
 
 def _hangs(schedule: Schedule, waits: Sequence[Wait], remedy: str) -> NoReturn:

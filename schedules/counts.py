@@ -38,6 +38,21 @@ class Traffic:
     freed_at: Mapping[int, int]
     """Micro-batch -> step of its last reader: B, or W where the backward is split."""
 
+    @property
+    def slots_held(self) -> int:
+        """The most messages there at once, taken and not yet freed, and one to receive ahead; never
+        more than there are. Slots go round as a ring: one is free when all before it are."""
+        freed_up_to: list[int] = []  # the step at which this message and all before it are freed
+        for m in self.sent:
+            freed = self.freed_at[m]
+            freed_up_to.append(max(freed, freed_up_to[-1]) if freed_up_to else freed)
+        most = oldest = 0
+        for k, m in enumerate(self.sent):
+            while freed_up_to[oldest] < self.taken_at[m]:
+                oldest += 1
+            most = max(most, k - oldest + 1)
+        return min(most + 1, len(self.sent))
+
 
 def edges(schedule: Schedule) -> list[Edge]:
     """Every channel, hops within a rank included: upwards, then downwards, in stage order."""
@@ -75,10 +90,7 @@ def slots_held(schedule: Schedule) -> dict[Edge, int]:
     """Receive buffers per channel with which no receive is ever late: the most messages that are
     there and not yet freed (the last reader is B, or W where the backward is split), and one to
     receive ahead; never more than there are messages. Hops within a rank are included."""
-    return {
-        edge: min(schedule.num_micro_batches, 1 + _longest_window(channel))
-        for edge, channel in traffic(schedule).items()
-    }
+    return {edge: channel.slots_held for edge, channel in traffic(schedule).items()}
 
 
 def slots_needed(schedule: Schedule) -> int:
@@ -108,51 +120,29 @@ def slots_needed(schedule: Schedule) -> int:
 
 def traffic(schedule: Schedule) -> dict[Edge, Traffic]:
     """What goes over each channel. Raises ScheduleError unless both ends know the same messages."""
-    sent: dict[Edge, list[int]] = {edge: [] for edge in edges(schedule)}
-    taken_at: dict[Edge, dict[int, int]] = {edge: {} for edge in sent}
-    freed_at: dict[Edge, dict[int, int]] = {edge: {} for edge in sent}
-    around = [
-        (Edge(s, s + 1, "F"), Edge(s, s - 1, "B"), Edge(s - 1, s, "F"), Edge(s + 1, s, "B"))
-        for s in range(schedule.num_stages)
-    ]
+    num_stages = schedule.num_stages
+    forwards: list[dict[int, int]] = [{} for _ in range(num_stages)]  # micro-batch -> step
+    backwards: list[dict[int, int]] = [{} for _ in range(num_stages)]
+    ends: list[dict[int, int]] = [{} for _ in range(num_stages)]
     for order in schedule.orders:
         for i, step in enumerate(order):
             for op in ops_of(step):
-                m, kind = op.micro_batch, op.kind
-                up_out, down_out, up_in, down_in = around[op.stage]
+                kind = op.kind
                 if kind is Kind.F:
-                    if up_out in sent:
-                        sent[up_out].append(m)
-                    if up_in in sent:
-                        taken_at[up_in][m] = i
-                elif kind in (Kind.B, Kind.I, Kind.W):
-                    if kind is not Kind.W:
-                        if down_out in sent:
-                            sent[down_out].append(m)
-                        if down_in in sent:
-                            taken_at[down_in][m] = i
-                    for edge in (up_in, down_in):  # W comes after I and has the last word
-                        if edge in sent:
-                            freed_at[edge][m] = i
-    for edge in sent:
-        ends = (set(sent[edge]), set(taken_at[edge]), set(freed_at[edge]))
-        if not (ends[0] == ends[1] == ends[2]):
-            odd = min(set.union(*ends) - set.intersection(*ends))
+                    forwards[op.stage][op.micro_batch] = i
+                elif kind is Kind.W:
+                    ends[op.stage][op.micro_batch] = i
+                elif kind is Kind.B or kind is Kind.I:
+                    backwards[op.stage][op.micro_batch] = i
+                    ends[op.stage].setdefault(op.micro_batch, i)
+    result = {}
+    for edge in edges(schedule):
+        done = forwards if edge.kind == "F" else backwards
+        sent, taken, freed = done[edge.src_stage], done[edge.dst_stage], ends[edge.dst_stage]
+        if odd := (sent.keys() ^ taken.keys()) | (sent.keys() ^ freed.keys()):
             raise ScheduleError(
-                f"{edge}: micro-batch {odd} is not computed at both ends; check(schedule) shows where"
+                f"{edge}: micro-batch {min(odd)} is not computed at both ends;"
+                " check(schedule) shows where"
             )
-    return {edge: Traffic(edge, tuple(sent[edge]), taken_at[edge], freed_at[edge]) for edge in sent}
-
-
-def _longest_window(channel: Traffic) -> int:
-    """The most slots of a ring in use when a message is taken: from the oldest not freed to it."""
-    freed_up_to: list[int] = []  # the step at which this message and all before it are freed
-    for m in channel.sent:
-        freed = channel.freed_at[m]
-        freed_up_to.append(max(freed, freed_up_to[-1]) if freed_up_to else freed)
-    longest = oldest = 0
-    for k, m in enumerate(channel.sent):
-        while freed_up_to[oldest] < channel.taken_at[m]:
-            oldest += 1
-        longest = max(longest, k - oldest + 1)
-    return longest
+        result[edge] = Traffic(edge, tuple(sent), taken, freed)
+    return result

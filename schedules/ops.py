@@ -48,7 +48,8 @@ class Kind(Enum):
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 
-_TEXT = re.compile(r"(\d+)(%s)(\d+)" % "|".join(sorted((k.value for k in Kind), key=len, reverse=True)))
+_KINDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))
+_TEXT = re.compile(rf"(\d+)({_KINDS})(\d+)")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
@@ -91,7 +92,8 @@ def parse_op(text: str) -> Op:
     if match is None:
         kinds = ", ".join(k.value for k in Kind)
         raise ScheduleError(
-            f"{text!r} is not an op; write STAGE KIND MICRO_BATCH without blanks, such as 2F0 (kinds: {kinds})"
+            f"{text!r} is not an op; write STAGE KIND MICRO_BATCH without blanks, such as 2F0"
+            f" (kinds: {kinds})"
         )
     return Op(int(match[1]), Kind(match[2]), int(match[3]))
 
@@ -125,6 +127,10 @@ class Schedule:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages on `rank`, ascending: its chunks 0, 1, ..."""
         return tuple(s for s, r in enumerate(self.stage_to_rank) if r == rank)
+
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of op that occur."""
+        return frozenset(op.kind for order in self.orders for step in order for op in ops_of(step))
 
     def ops(self, rank: int) -> Iterator[Op]:
         """The ops of one rank with pairs taken apart, in order."""

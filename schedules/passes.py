@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ppruntime.schedules.counts import Edge, Traffic, crosses_ranks, slots_held, traffic
+from ppruntime.schedules.counts import Edge, Traffic, crosses_ranks, traffic
 from ppruntime.schedules.ops import COMPUTE, Kind, Op, Pair, Schedule, ScheduleError, Step, ops_of
 
 _FIRST_BACKWARD = frozenset({Kind.B, Kind.I})
@@ -113,9 +113,9 @@ def add_transfers(
         )
     if not fuse_pairs:
         schedule = split_pairs(schedule)
-    if slots is None:
-        slots = slots_held(schedule)
     channels = traffic(schedule)
+    if slots is None:
+        slots = {edge: channel.slots_held for edge, channel in channels.items()}
     orders = []
     for rank, order in enumerate(schedule.orders):
         incoming = [c for e, c in channels.items() if schedule.stage_to_rank[e.dst_stage] == rank]
@@ -128,11 +128,7 @@ def add_transfers(
 def add_frees(schedule: Schedule) -> Schedule:
     """Adds FREE_F and FREE_B after the last reader of each receive buffer (B, or W when the backward
     is split), behind the sends that follow it: a gradient's way out comes first."""
-    if any(
-        op.kind in (Kind.FREE_F, Kind.FREE_B)
-        for r in range(schedule.num_ranks)
-        for op in schedule.ops(r)
-    ):
+    if not schedule.kinds().isdisjoint((Kind.FREE_F, Kind.FREE_B)):
         raise ScheduleError("the order has its frees already; add_frees takes one without")
     last_stage = schedule.num_stages - 1
     split = {
@@ -191,7 +187,7 @@ def _place_receives(
             if gap > taken:
                 raise ScheduleError(
                     f"rank {rank}, step {taken}: {order[taken]} needs micro-batch {sent[k]} while all"
-                    f" {num_slots} slots for {edge} are held; {slots_held(schedule)[edge]} are enough"
+                    f" {num_slots} slots for {edge} are held; {channel.slots_held} are enough"
                 )
             kind = Kind.RECV_F if edge.kind == "F" else Kind.RECV_B
             placed[gap].append((reader, number, k, Op(edge.dst_stage, kind, sent[k])))
@@ -303,9 +299,9 @@ def _rewrite(schedule: Schedule, change: Callable[[tuple[Step, ...]], Iterable[S
 
 
 def _refuse_lowered(schedule: Schedule) -> None:
-    for rank in range(schedule.num_ranks):
-        for op in schedule.ops(rank):
-            if op.kind not in COMPUTE and op.kind not in (Kind.OFFLOAD, Kind.RELOAD):
-                raise ScheduleError(
-                    f"rank {rank} has {op} already; add_transfers takes an order without transfers and frees"
-                )
+    lowered = schedule.kinds() - COMPUTE - {Kind.OFFLOAD, Kind.RELOAD}
+    if lowered:
+        raise ScheduleError(
+            f"{schedule.name} has {' and '.join(sorted(kind.value for kind in lowered))} already;"
+            " add_transfers takes an order without transfers and frees"
+        )

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ppruntime.schedules.ops import Kind, Op, Schedule, Step, ops_of
-
-_BACKWARD = (Kind.B, Kind.I)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +38,23 @@ class _Channel:
     num_given_back: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Action:
-    """A part of an op, in the order in which the fields are worked off."""
+class _Ends(NamedTuple):
+    """The channels of one stage; None at the ends of the pipeline."""
+
+    up_in: _Channel | None
+    up_out: _Channel | None
+    down_in: _Channel | None
+    down_out: _Channel | None
+
+
+class _Action(NamedTuple):
+    """What an op does to channels, in the order in which the fields are worked off."""
 
     step: int
     op: Op
-    takes: _Channel | None = None
-    gives_back: _Channel | None = None
-    sends: _Channel | None = None
+    takes: _Channel | None
+    gives_back: _Channel | None
+    sends: _Channel | None
 
 
 def stalled(
@@ -63,9 +70,9 @@ def stalled(
     for a slot: it is given back at its FREE, or without frees when its reader starts.
     With `fuse_pairs` a pair waits for both inputs before either half runs.
     """
-    channels = _channels(schedule, slots)
-    kinds = {op.kind for rank in range(schedule.num_ranks) for op in schedule.ops(rank)}
-    programs = [_program(order, channels, kinds, fuse_pairs) for order in schedule.orders]
+    ends = _ends(schedule, slots)
+    kinds = schedule.kinds()
+    programs = [_program(order, ends, kinds, fuse_pairs) for order in schedule.orders]
     at = [0] * schedule.num_ranks
     blocked_on: dict[int, int] = {}  # rank -> the rank that has to move first
     waiters: dict[int, set[int]] = defaultdict(set)
@@ -107,60 +114,62 @@ def _advance(program: list[_Action], at: list[int], rank: int) -> int | None:
     return None
 
 
-def _channels(
+def _ends(
     schedule: Schedule, slots: int | Mapping[tuple[int, int, str], int] | None
-) -> dict[tuple[int, int, str], _Channel]:
-    channels = {}
+) -> list[_Ends]:
+    """One entry a stage."""
     ranks = schedule.stage_to_rank
-    for s in range(schedule.num_stages - 1):
-        for edge in ((s, s + 1, "F"), (s + 1, s, "B")):
-            src_rank, dst_rank = ranks[edge[0]], ranks[edge[1]]
-            capacity = slots[edge] if isinstance(slots, Mapping) else slots
-            if src_rank == dst_rank:
-                capacity = None  # handed over by reference
-            arrived = bytearray(schedule.num_micro_batches)
-            channels[edge] = _Channel(src_rank, dst_rank, arrived, capacity)
-    return channels
+
+    def channel(src: int, dst: int, kind: str) -> _Channel:
+        capacity = slots[src, dst, kind] if isinstance(slots, Mapping) else slots
+        if ranks[src] == ranks[dst]:
+            capacity = None  # handed over by reference
+        arrived = bytearray(schedule.num_micro_batches)
+        return _Channel(ranks[src], ranks[dst], arrived, capacity)
+
+    hops = range(schedule.num_stages - 1)
+    up = [None, *(channel(s, s + 1, "F") for s in hops), None]
+    down = [None, *(channel(s + 1, s, "B") for s in hops), None]
+    return [_Ends(up[s], up[s + 1], down[s + 1], down[s]) for s in range(schedule.num_stages)]
 
 
 def _program(
-    order: Sequence[Step],
-    channels: Mapping[tuple[int, int, str], _Channel],
-    kinds: Set[Kind],
-    fuse_pairs: bool,
+    order: Sequence[Step], ends: Sequence[_Ends], kinds: Set[Kind], fuse_pairs: bool
 ) -> list[_Action]:
     has_sends = Kind.SEND_F in kinds or Kind.SEND_B in kinds
     has_frees = Kind.FREE_F in kinds or Kind.FREE_B in kinds
     program: list[_Action] = []
     for i, step in enumerate(order):
-        computes: list[_Action] = []
-        sends: list[_Action] = []
-        for op in ops_of(step):
-            s, kind = op.stage, op.kind
-            below, above = channels.get((s - 1, s, "F")), channels.get((s + 1, s, "B"))
-            if kind is Kind.F:
-                computes.append(_Action(i, op, below, None if has_frees else below))
-                out = channels.get((s, s + 1, "F"))
-            elif kind in _BACKWARD:
-                computes.append(_Action(i, op, above, None if has_frees else above))
-                out = channels.get((s, s - 1, "B"))
-            else:
-                if kind is Kind.SEND_F:
-                    sends.append(_Action(i, op, sends=channels.get((s, s + 1, "F"))))
-                elif kind is Kind.SEND_B:
-                    sends.append(_Action(i, op, sends=channels.get((s, s - 1, "B"))))
-                elif kind is Kind.FREE_F:
-                    sends.append(_Action(i, op, gives_back=below))
-                elif kind is Kind.FREE_B:
-                    sends.append(_Action(i, op, gives_back=above))
-                continue
-            if out is not None and not has_sends:
-                sends.append(_Action(i, op, sends=out))
-            if not fuse_pairs:
-                program += computes + sends
-                computes, sends = [], []
-        program += computes + sends
+        halves = [_actions(i, op, ends[op.stage], has_sends, has_frees) for op in ops_of(step)]
+        if fuse_pairs and len(halves) == 2:
+            (first, *first_out), (second, *second_out) = halves
+            program += [first, second, *first_out, *second_out]
+        else:
+            for actions in halves:
+                program += actions
     return program
+
+
+def _actions(i: int, op: Op, ends: _Ends, has_sends: bool, has_frees: bool) -> list[_Action]:
+    """A computation, and its send where the order has no ops for that; or what a lowered op does."""
+    kind = op.kind
+    if kind is Kind.F or kind is Kind.B or kind is Kind.I:
+        source, sink = (
+            (ends.up_in, ends.up_out) if kind is Kind.F else (ends.down_in, ends.down_out)
+        )
+        actions = [_Action(i, op, source, None if has_frees else source, None)]
+        if sink is not None and not has_sends:
+            actions.append(_Action(i, op, None, None, sink))
+        return actions
+    if kind is Kind.SEND_F:
+        return [_Action(i, op, None, None, ends.up_out)]
+    if kind is Kind.SEND_B:
+        return [_Action(i, op, None, None, ends.down_out)]
+    if kind is Kind.FREE_F:
+        return [_Action(i, op, None, ends.up_in, None)]
+    if kind is Kind.FREE_B:
+        return [_Action(i, op, None, ends.down_in, None)]
+    return []
 
 
 def _wait(schedule: Schedule, rank: int, action: _Action, kinds: Set[Kind]) -> Wait:
