@@ -1,0 +1,264 @@
+"""What nccl, copy_engine and put have in common: order, slots, events, deadlines and the abort.
+
+Each kind gives one end per channel (how bytes move, how a stream waits) and one fabric (what the
+ends share). Per message the streams do, `|` marking what the other rank does meanwhile:
+
+    source: compute -- ready --> [channel's stream: wait for the slot, move, signal] -- left
+    destination: compute: begun, wait for the signal | , landed, readers ..., release -- credit -->
+
+The host only enqueues. `left` lets go of the tensors, `landed` and `left` tell the watchdog.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from ppruntime.transports.base import Channel, TransportError
+from ppruntime.transports.driver import Driver, OwnStream, new_event
+from ppruntime.transports.ledger import Ledger
+from ppruntime.transports.ring import ReceiveRing
+from ppruntime.transports.watchdog import Pending, PendingList, Watchdog
+
+_DRAIN_SECONDS = 5.0
+_SPREAD_SECONDS = 1.5
+"""From the announcement of an abort until waits are let go. Streams that go on without data would
+send what they make of it, in order and on time: by then every rank has to know not to use it."""
+_POLL_SECONDS = 50e-6
+
+
+class SendEnd(Protocol):
+    """The source's end of one channel."""
+
+    stream: OwnStream
+
+    def push(self, message: int, tensors: tuple[Tensor, ...]) -> None:
+        """Enqueues on `stream`: wait until the slot is free, move the tensors, tell the peer. When
+        the stream is past it the tensors may be overwritten."""
+
+
+class ReceiveEnd(Protocol):
+    """The destination's end of one channel."""
+
+    stream: OwnStream
+
+    def post(self, message: int) -> None:
+        """The message is expected next; its slot is free on the host's account."""
+
+    def wait(self, message: int, current: torch.cuda.Stream) -> None:
+        """Makes `current` wait until the message lies in its slot."""
+
+    def views(self, message: int) -> tuple[Tensor, ...]:
+        """The boundary's tensors in the message's slot."""
+
+    def give_back(self, message: int, num_credits: int, released: torch.cuda.Event) -> None:
+        """Once `released` is past the message's slot may be overwritten; tells the peer of
+        `num_credits` messages more that it need not wait for."""
+
+
+class Fabric(Protocol):
+    """What the channel ends of one rank share."""
+
+    def unblock(self) -> bool:
+        """Lets every wait that this rank's streams are in pass, without data. Called after an
+        abort, again and again until none waits. False if nothing can: the process must end."""
+
+    def close(self) -> None:
+        """Gives back groups and buffers; nothing of them is in use on the device any more."""
+
+
+PENDING_WAIT_EXIT_CODE = 86
+"""Of a process that had to end because a wait on its GPU cannot be undone."""
+
+
+def end_process(report: str) -> NoReturn:
+    """Writes the report and ends the process at once: for waits that nothing can undo."""
+    print(report, file=sys.stderr, flush=True)
+    os._exit(PENDING_WAIT_EXIT_CODE)
+
+
+@dataclass(slots=True)
+class _Sending:
+    end: SendEnd
+    num_sent: int = 0
+
+
+@dataclass(slots=True)
+class _Receiving:
+    end: ReceiveEnd
+    ring: ReceiveRing
+    message_of: dict[int, int] = field(default_factory=dict)
+    """Of every micro-batch that is posted or taken: the number of its message."""
+
+
+class DeviceTransport:
+    """A `Transport` over CUDA streams. `take` makes the current stream wait, never the host."""
+
+    def __init__(
+        self,
+        kind: str,
+        rank: int,
+        channels: Sequence[Channel],
+        *,
+        driver: Driver,
+        device: torch.device,
+        timeout_seconds: float,
+        store: Store,
+        senders: Mapping[int, SendEnd],
+        receivers: Mapping[int, ReceiveEnd],
+        fabric: Fabric,
+    ) -> None:
+        self.kind, self._rank, self._device, self._driver = kind, rank, device, driver
+        self._timeout_seconds, self._fabric = timeout_seconds, fabric
+        self._ledger = Ledger(channels, rank, device)
+        slots = {channel.id: channel.slots for channel in channels}
+        self._sending = {i: _Sending(end) for i, end in senders.items()}
+        self._receiving = {
+            i: _Receiving(end, ReceiveRing(slots[i])) for i, end in receivers.items()
+        }
+        self._pending = PendingList()
+        self._lock = threading.Lock()
+        self._gave_up_at = math.inf
+        self._closed = False
+        self._watchdog = Watchdog(
+            self._pending,
+            driver,
+            store,
+            rank=rank,
+            timeout_seconds=timeout_seconds,
+            expire=self.abort,
+            tick=self._after_abort,
+        )
+
+    @property
+    def streams(self) -> tuple[torch.cuda.Stream, ...]:
+        """The streams of all channel ends of this rank; for the start-up test and profiles."""
+        return tuple(stream.torch for stream in self._own_streams())
+
+    def stream_of(self, channel: Channel) -> torch.cuda.Stream:
+        """The stream of this rank's end of the channel."""
+        end = self._sending.get(channel.id) or self._receiving[channel.id]
+        return end.end.stream.torch
+
+    def post(self, channel: Channel, micro_batch: int) -> None:
+        self._ledger.post(channel, micro_batch)
+        receiving = self._receiving[channel.id]
+        if receiving.ring.is_full:
+            held = ", ".join(map(str, receiving.message_of))
+            raise TransportError(
+                f"{channel}: the slot that micro-batch {micro_batch} has to come to is still in use"
+                f" (held: micro-batches {held}); {self.kind} fills the {channel.slots} slots in"
+                " turn, so release in the order of the posts or open the channel with more slots"
+            )
+        message = receiving.message_of[micro_batch] = receiving.ring.reserve()
+        receiving.end.post(message)
+
+    def send(self, channel: Channel, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        self._ledger.send(channel, micro_batch, tensors)
+        sending = self._sending[channel.id]
+        whole = tuple(t.detach().contiguous() for t in tensors)
+        stream = sending.end.stream.torch
+        ready, begun, left = new_event(), new_event(), new_event()
+        ready.record(torch.cuda.current_stream(self._device))
+        stream.wait_event(ready)
+        begun.record(stream)
+        message, sending.num_sent = sending.num_sent, sending.num_sent + 1
+        sending.end.push(message, whole)
+        left.record(stream)
+        text = f"micro-batch {micro_batch} to leave on the {channel}, to rank {channel.dst_rank}"
+        self._pending.add(Pending(text, begun, left, is_send=True, holds=whole))
+        self._pending.prune(time.monotonic())
+
+    def take(self, channel: Channel, micro_batch: int) -> tuple[Tensor, ...]:
+        self._ledger.take(channel, micro_batch)
+        receiving = self._receiving[channel.id]
+        message = receiving.message_of[micro_batch]
+        current = torch.cuda.current_stream(self._device)
+        begun, landed = new_event(), new_event()
+        begun.record(current)
+        receiving.end.wait(message, current)
+        landed.record(current)
+        text = f"micro-batch {micro_batch} on the {channel}, from rank {channel.src_rank}"
+        self._pending.add(Pending(text, begun, landed, is_send=False))
+        return receiving.end.views(message)
+
+    def release(self, channel: Channel, micro_batch: int) -> None:
+        self._ledger.release(channel, micro_batch)
+        receiving = self._receiving[channel.id]
+        message = receiving.message_of.pop(micro_batch)
+        released = new_event()
+        released.record(torch.cuda.current_stream(self._device))
+        receiving.end.give_back(message, receiving.ring.release(message), released)
+
+    def step_end(self) -> None:
+        self._ledger.step_end()
+        self._wait_until_left()
+
+    def abort(self, reason: str) -> None:
+        with self._lock:
+            if self._closed or not self._ledger.end(f"{self.kind}, rank {self._rank}: {reason}"):
+                return
+        self._watchdog.announce(reason)
+        self._gave_up_at = time.monotonic()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+        try:
+            if self._ledger.ended is None:
+                self._wait_until_left()
+        finally:
+            drained = self._drain()
+            with self._lock:
+                self._closed = True
+            self._ledger.end(f"{self.kind}, rank {self._rank}: the transport is closed")
+            self._watchdog.close()
+            if drained:
+                # What still waits keeps its buffers: giving them back would wait for it, for ever.
+                self._fabric.close()
+                for stream in self._own_streams():
+                    stream.destroy()
+
+    def _own_streams(self) -> list[OwnStream]:
+        sources = [sending.end.stream for sending in self._sending.values()]
+        return sources + [receiving.end.stream for receiving in self._receiving.values()]
+
+    def _wait_until_left(self) -> None:
+        # Polls rather than synchronises: the watchdog ends it, also where a wait has no end.
+        while any(p.is_send for p in self._pending.prune(time.monotonic())):
+            self._ledger.check_alive()
+            time.sleep(_POLL_SECONDS)
+        self._ledger.check_alive()
+
+    def _drain(self) -> bool:
+        # Longer than the watchdog waits, which ends the process where nothing else helps.
+        deadline = time.monotonic() + 2 * _DRAIN_SECONDS
+        while self._pending.prune(time.monotonic()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def _after_abort(self, left: Sequence[Pending]) -> None:
+        """What the watchdog does at every poll after an abort, until nothing waits any more."""
+        seconds = time.monotonic() - self._gave_up_at
+        if not left or seconds < _SPREAD_SECONDS or self._fabric.unblock():
+            return
+        waiting = [p for p in left if p.waits_since is not None]
+        if waiting and seconds > _DRAIN_SECONDS:
+            lines = "\n".join(f"  waits for {p.text}" for p in waiting)
+            end_process(
+                f"rank {self._rank}: {self.kind} gave up: {self._ledger.ended}\n{lines}\n"
+                "  Nothing can undo these waits on the GPU, so the process ends here."
+            )

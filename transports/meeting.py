@@ -1,0 +1,141 @@
+"""How the ends of GPU channels meet: where each rank is, what stops it, and a limit on opening."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from ppruntime.transports.base import Channel, TransportError
+from ppruntime.transports.device import end_process
+
+_GRACE_SECONDS = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is: host and GPU, by names that are unique over the machines."""
+
+    host: str
+    gpu: str
+
+    def __str__(self) -> str:
+        return f"{self.host} {self.gpu}"
+
+
+def own_place(device: torch.device) -> Place:
+    """The boot id tells apart hosts, or virtual machines, that bear one name."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    boot = boot_id.read_text().strip() if boot_id.is_file() else "unknown"
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    return Place(f"{socket.gethostname()}/{boot}", gpu)
+
+
+def no_cuda_reason(kind: str) -> str | None:
+    """Why no GPU transport can work in this process, or None."""
+    if not torch.cuda.is_available():
+        return f'{kind} needs a CUDA GPU and finds none; set pp.transport = "gloo"'
+    return None
+
+
+def queue_reason(kind: str, environment: Mapping[str, str]) -> str | None:
+    """Why the hardware queues do not suffice for waits on streams, or None. One queue for all
+    streams means that a stream that waits for a peer holds every other one (measured)."""
+    if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        return (
+            f"{kind} cannot work with CUDA_DEVICE_MAX_CONNECTIONS=1: a stream that waits for a"
+            " peer would hold all others; set it to 32 before the program starts, or set"
+            ' pp.transport = "nccl"'
+        )
+    return None
+
+
+def peers_of(channels: Sequence[Channel], rank: int) -> tuple[int, ...]:
+    """The ranks at the other ends of this rank's channels, ascending."""
+    mine = (c for c in channels if rank in (c.src_rank, c.dst_rank))
+    return tuple(sorted({c.src_rank + c.dst_rank - rank for c in mine}))
+
+
+def swap_texts(
+    store: Store, key: str, text: str, rank: int, peers: Sequence[int], timeout_seconds: float
+) -> dict[int, str]:
+    """Gives all `peers` a text and gets theirs; both ends use one key."""
+    store.set(f"{key} {rank}", text)
+    try:
+        store.wait([f"{key} {peer}" for peer in peers], timedelta(seconds=timeout_seconds))
+    except RuntimeError as error:
+        late = [p for p in peers if not store.check([f"{key} {p}"])]
+        raise TransportError(
+            f"rank {rank}: ranks {late} did not come to open their channels within"
+            f" {timeout_seconds:g} s (waited for their {key}): {error}"
+        ) from error
+    return {peer: store.get(f"{key} {peer}").decode() for peer in peers}
+
+
+class OpeningLimit:
+    """Ends the process if opening takes longer than the limit: calls into CUDA and NCCL that wait
+    for a peer cannot be interrupted in any other way. Used as a context manager."""
+
+    def __init__(self, kind: str, rank: int, timeout_seconds: float) -> None:
+        limit = timeout_seconds + _GRACE_SECONDS  # what has a limit of its own raises before
+        report = (
+            f"rank {rank}: {kind} could not open its channels within {limit:g} s: a call into CUDA"
+            " or NCCL waits for a peer and cannot be undone, so the process ends here."
+        )
+        self._timer = threading.Timer(limit, end_process, [report])
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+
+
+def checked_device(kind: str, device: torch.device) -> torch.device:
+    """The device with its index, made the current one. Raises TransportError if it is no GPU."""
+    reason = no_cuda_reason(kind)
+    if device.type != "cuda":
+        reason = f'{kind} moves GPU memory, the device is {device}; set pp.transport = "gloo"'
+    if reason is not None:
+        raise TransportError(reason)
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_device(device)
+    return device
+
+
+def environment() -> Mapping[str, str]:
+    """The process's environment as the CUDA driver sees it. Read here, against the house rule that
+    only launchers read it: what counts is what the driver was started with, not what was meant."""
+    return os.environ
+
+
+def checked_uncredited(
+    kind: str, options: Mapping[str, object], also: Sequence[str] = ()
+) -> frozenset[int]:
+    """The option `uncredited` of a kind that takes no others but `also`. Raises TransportError."""
+    known = {"uncredited", *also}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise TransportError(
+            f"{kind} takes the options {', '.join(sorted(known))}, got {', '.join(unknown)}; remove"
+            " what it does not take"
+        )
+    ids = options.get("uncredited", frozenset())
+    if not isinstance(ids, frozenset):
+        raise TransportError(f"{kind}: uncredited must be a frozenset of channel ids, got {ids!r}")
+    return ids
