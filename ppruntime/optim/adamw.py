@@ -6,27 +6,22 @@ its own: the result is bitwise the same however the model is cut over ranks.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-_TABLES = re.compile(r"(^|\.)(embed\w*|head|lm_head|tables?)(\.|$)")
-"""Embedding, head and Engram tables: a weight decay would wear down rows that are rarely read."""
-
-_NO_MATRICES = re.compile(
-    r"(^|[._])(norm\w*|bias\w*|sinks?\w*|scales?|base|b|s)(_\d+)?(\.weight)?$"
-)
-"""Norm weights, biases, sinks and the offsets and scales of mHC, whatever their shape."""
+_VOCABULARY = frozenset({"embed.weight", "head.projection.weight"})
+"""One row a token: a decay would wear down the rows of rare tokens."""
 
 
 def decays(name: str, shape: Sequence[int]) -> bool:
-    """Whether weight decay applies: to matrices that multiply activations and to nothing else.
+    """Whether weight decay applies: to matrices that every token multiplies with, and to experts.
 
-    Not to norms, biases, sinks, mHC offsets and scales, nor to embedding, head and Engram tables.
+    Not to norms, biases, sinks, mHC offsets and scales and Engram's gate weights, nor to embedding,
+    head and Engram tables. In the models' names a matrix is a `weight` of two or three dimensions.
     """
-    return len(shape) >= 2 and not _TABLES.search(name) and not _NO_MATRICES.search(name)
+    return len(shape) >= 2 and name.endswith(".weight") and name not in _VOCABULARY
 
 
 def make_adamw(

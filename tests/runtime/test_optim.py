@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ppruntime.models.dims import PRESETS, Part, preset, unit_parameters, unit_specs
 from ppruntime.optim import decays, lr_at, make_adamw, set_lr, state_tensors
 
 SHAPES = {
@@ -18,8 +19,8 @@ SHAPES = {
     "layers.0.attn.norm.weight": (4,),
     "layers.0.attn.q_a.weight": (6, 4),
     "layers.0.attn.sinks": (3,),
-    "layers.1.mlp.experts.w1": (2, 5, 4),
-    "head.weight": (11, 4),
+    "layers.1.moe.experts.down.weight": (2, 5, 4),
+    "head.projection.weight": (11, 4),
 }
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -82,24 +83,19 @@ def test_two_steps_equal_the_update_rule_written_out():
         torch.testing.assert_close(param.detach().double(), by_hand[name], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "wanted"),
-    [
-        ("layers.3.attn.q_a.weight", (8, 4), True),
-        ("layers.3.mlp.experts.w1", (2, 8, 4), True),
-        ("layers.3.mlp.gate.weight", (8, 4), True),
-        ("layers.3.attn.norm.weight", (4,), False),
-        ("layers.3.attn.q_norm.weight", (2, 4), False),
-        ("layers.3.attn.sinks", (4,), False),
-        ("layers.3.mhc.b", (4, 4), False),
-        ("layers.3.mhc.s", (3, 1), False),
-        ("embed.weight", (8, 4), False),
-        ("head.weight", (8, 4), False),
-        ("layers.3.engram.tables.0", (8, 4), False),
-    ],
-)
-def test_decay_is_for_matrices_that_multiply_activations(name, shape, wanted):
-    assert decays(name, shape) is wanted
+@pytest.mark.parametrize("preset_name", sorted(PRESETS))
+def test_decay_is_for_matrices_that_multiply_activations_in_every_model(preset_name):
+    dims = preset(preset_name)
+    seen = {True: set(), False: set()}
+    for unit in unit_specs(dims):
+        for spec in unit_parameters(dims, unit):
+            name = f"{unit.name}.{spec.name}"
+            matrix = spec.part in (Part.MATRIX, Part.EXPERTS, Part.ENGRAM_MATRIX)
+            wanted = matrix and name != "head.projection.weight"
+            assert decays(name, spec.shape) is wanted, name
+            seen[wanted].add(spec.part)
+    assert {Part.MATRIX, Part.EXPERTS} <= seen[True]
+    assert {Part.MATRIX, Part.VECTOR, Part.LOOKUP} <= seen[False]
 
 
 def test_a_zero_gradient_moves_only_what_decays():
@@ -110,7 +106,7 @@ def test_a_zero_gradient_moves_only_what_decays():
         param.grad = torch.zeros_like(param)
     optimizer.step()
     moved = {name for name, param in params.items() if not torch.equal(param, before[name])}
-    assert moved == {"layers.0.attn.q_a.weight", "layers.1.mlp.experts.w1"}
+    assert moved == {"layers.0.attn.q_a.weight", "layers.1.moe.experts.down.weight"}
 
 
 def test_state_is_there_before_the_first_step_and_goes_on_bitwise_from_a_copy():
