@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ppruntime import config as configuration
 from ppruntime.boundaries import expected_boundaries, probe
 from ppruntime.channels import make_channels
+from ppruntime.clocks import CudaClock, HostClock
 from ppruntime.config import Config
-from ppruntime.executor import Executor, host_clock
+from ppruntime.executor import Executor
 from ppruntime.models.dims import ModelDims, UnitKind, UnitSpec, unit_parameters, unit_specs
 from ppruntime.models.init import init_parameters
 from ppruntime.models.linear import WeightGradQueue, set_queue
@@ -51,8 +52,8 @@ class Pipeline:
     buffers: Mapping[str, Tensor]
     param_order: tuple[str, ...]
     transport: Transport
-    training: Executor[int]
-    evaluation: Executor[int]
+    training: Executor
+    evaluation: Executor
 
     @property
     def loss_rank(self) -> int:
@@ -107,8 +108,8 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
         store=ranks.pipeline_store(),
     )
 
-    def executor(schedule: Schedule, *, training: bool) -> Executor[int]:
-        rank, clock = ranks.pp_rank, host_clock
+    def executor(schedule: Schedule, *, training: bool) -> Executor:
+        rank, clock = ranks.pp_rank, CudaClock() if ranks.device.type == "cuda" else HostClock()
         return Executor(schedule, rank, stages, channels, transport, clock=clock, training=training)
 
     units = tuple(

@@ -6,37 +6,18 @@ step is one loop over these calls. An op waits only for what it reads: a receive
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor
 
+from ppruntime.clocks import Clock, OpTimes
 from ppruntime.models.carry import MicroBatch
 from ppruntime.schedules.ops import Kind, Op, Schedule, ScheduleError
 from ppruntime.stage import Stage
 from ppruntime.transports.base import Channel, Transport
-
-Stamp = TypeVar("Stamp")
-StampCo = TypeVar("StampCo", covariant=True)
-
-
-class Clock(Protocol[StampCo]):
-    """Gives time stamps: nanoseconds on the host, recorded events on a device's current stream."""
-
-    def __call__(self) -> StampCo: ...
-
-
-@dataclass(frozen=True, slots=True)
-class OpTimes(Generic[Stamp]):
-    """When an op was reached, had what it reads, and was done. `ready - start` is waiting."""
-
-    op: str
-    start: Stamp
-    ready: Stamp
-    end: Stamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +40,7 @@ class _Ports:
         )
 
 
-class Executor(Generic[Stamp]):
+class Executor:
     """One rank's part of a schedule, bound to its stages and to open channels.
 
     `schedule` is lowered (transfers and frees are ops of it) and checked. With `training` False
@@ -74,7 +55,7 @@ class Executor(Generic[Stamp]):
         channels: Sequence[Channel],
         transport: Transport,
         *,
-        clock: Clock[Stamp],
+        clock: Clock[Any],  # host and device stamps differ
         training: bool = True,
     ) -> None:
         self._rank = rank
@@ -85,17 +66,20 @@ class Executor(Generic[Stamp]):
         self._training = training
         self._batches: Sequence[MicroBatch] = ()
         self._outbox: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._times: list[OpTimes[Any]] = []
         self._ready = clock()
         self._program = tuple((str(op), self._bind(op)) for op in schedule.ops(rank))
 
-    def run(self, batches: Sequence[MicroBatch]) -> list[OpTimes[Stamp]]:
-        """Runs the order over `batches` (one entry per micro-batch) and gives the times of its ops.
+    def run(self, batches: Sequence[MicroBatch]) -> None:
+        """Runs the order over `batches`, one entry per micro-batch.
 
-        Losses and gradients are left in the stages. Any error ends the transport for all ranks and
-        carries the op it happened in.
+        Losses and gradients are left in the stages, the ops' times in `op_times`. An error ends the
+        transport for all ranks and carries the op it happened in.
         """
         self._batches = batches
-        clock, times = self._clock, list[OpTimes[Stamp]]()
+        self._times = times = []
+        clock = self._clock
+        clock.start_step()
         text = "no op"
         try:
             for text, act in self._program:
@@ -109,10 +93,12 @@ class Executor(Generic[Stamp]):
             raise
         assert not self._outbox, f"rank {self._rank} never sent {sorted(self._outbox)}"
         for stage in self._stages.values():
-            assert not stage.num_in_flight, (
-                f"stage {stage.index} has work left after the order's end"
-            )
-        return times
+            assert not stage.num_in_flight, f"stage {stage.index} has work left after the order"
+
+    def op_times(self) -> list[OpTimes[int]]:
+        """The ops of the last step in their order, in ns of `time.perf_counter_ns`. On a device
+        this waits for the step to be done."""
+        return self._clock.resolve(self._times)
 
     def _bind(self, op: Op) -> Callable[[], None]:
         stage, ports, m = self._stages[op.stage], self._ports[op.stage], op.micro_batch
@@ -181,7 +167,3 @@ def _open(channel: Channel | None, op: Op) -> Channel:
     if channel is None:
         raise ScheduleError(f"{op} needs a channel that the pipeline's end does not have")
     return channel
-
-
-host_clock: Clock[int] = time.perf_counter_ns
-"""Nanoseconds on this host, arbitrary start."""

@@ -178,7 +178,7 @@ class _Loop:
             if self.reporter is not None:
                 self.reporter.step(done, result, seconds, state.tokens, val_loss)
             if index == timeline_step:
-                self._write_timeline(done, result)
+                self._write_timeline(done)
             interval = self.config.checkpoint.interval
             if done == num_steps or (interval is not None and done % interval == 0):
                 self._save(state)
@@ -215,13 +215,18 @@ class _Loop:
             keep_last=self.config.checkpoint.keep_last,
         )
 
-    def _write_timeline(self, done: int, result: StepResult) -> None:
+    def _write_timeline(self, done: int) -> None:
         """The step's ops of the first pipeline, measured and planned."""
         if self.ranks.data_rank != 0:
             return
         group = self.ranks.pipeline_group
-        schedule = self.trainer.pipeline.order.computations
-        measured = gather_step(schedule, result.times, offset=align_clocks(group), group=group)
+        pipeline = self.trainer.pipeline
+        measured = gather_step(
+            pipeline.order.computations,
+            pipeline.training.op_times(),
+            offset=align_clocks(group),
+            group=group,
+        )
         if self.reporter is not None:
             run_dir = self.reporter.run_dir
             title = f"{self.config.model.name}, step {done}"

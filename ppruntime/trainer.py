@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ppruntime.build import Pipeline
 from ppruntime.config import Config
 from ppruntime.data import Batches
-from ppruntime.executor import OpTimes
 from ppruntime.models.carry import MicroBatch
 from ppruntime.models.dims import UnitKind
 from ppruntime.models.router import Router, updated_bias
@@ -38,8 +37,6 @@ class StepResult:
     lr: float
     max_load: float
     """Largest ratio, over layers, of the busiest expert's tokens to the mean; 1 is balanced."""
-    times: list[OpTimes[int]]
-    """This rank's ops."""
 
 
 class Trainer:
@@ -74,7 +71,7 @@ class Trainer:
         # Gradients are averaged over the data ranks; a loss is a sum over all of them.
         self._reset_stages(loss_seed=self._ranks.layout.num_data_ranks / num_valid)
         hold_gradients(units)
-        times = pipeline.training.run(self._batches(index, data))
+        pipeline.training.run(self._batches(index, data))
         reduce_grads(units, self._ranks.data_group)
         loss, balance_loss = self._mean_losses(num_valid)
         norm = global_norm(
@@ -90,7 +87,6 @@ class Trainer:
             grad_norm=float(norm),
             lr=lr,
             max_load=self._settle_routing(),
-            times=times,
         )
 
     def evaluate(self, data: Batches, num_steps: int) -> float:

@@ -10,7 +10,8 @@ from torch import Tensor
 from toy_units import live_after, toy_units
 
 from ppruntime.channels import make_channels
-from ppruntime.executor import Executor, OpTimes, host_clock
+from ppruntime.clocks import HostClock, OpTimes
+from ppruntime.executor import Executor
 from ppruntime.models.carry import MicroBatch
 from ppruntime.models.linear import Linear, WeightGradQueue
 from ppruntime.schedules.counts import Edge
@@ -86,9 +87,10 @@ def run_local(
         try:
             own = {s: stages[s] for s in lowered.stages_of(rank)}
             executor = Executor(
-                lowered, rank, own, channels, transports[rank], clock=host_clock, training=training
+                lowered, rank, own, channels, transports[rank], clock=HostClock(), training=training
             )
-            times[rank] = executor.run(batches)
+            executor.run(batches)
+            times[rank] = executor.op_times()
         except BaseException as error:
             errors.append(error)
 
