@@ -20,6 +20,7 @@ import fcntl
 import os
 import re
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
@@ -160,43 +161,61 @@ class RunDir:
 def new_run_dir(root: Path, name: str) -> Path:
     """Makes `root/NAME-NN` with the smallest number above all that are there, and gives its path.
 
-    Two starts at once get two directories. Raises RunDirError for a name that is no plain name.
+    Two starts at once get two directories. Raises RunDirError for a name that is no plain name, and
+    where nothing can be written.
     """
     check_name(name)
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    pattern = re.compile(rf"{re.escape(name)}-(\d{{2,}})")
-    taken = (pattern.fullmatch(entry.name) for entry in root.iterdir())
-    number = max((int(match[1]) for match in taken if match), default=0)
-    while True:
-        number += 1
-        path = root / f"{name}-{number:02d}"
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-            return path
+    with _as_run_dir_error(root):
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        pattern = re.compile(rf"{re.escape(name)}-(\d{{2,}})")
+        taken = (pattern.fullmatch(entry.name) for entry in root.iterdir())
+        number = max((int(match[1]) for match in taken if match), default=0)
+        while True:
+            number += 1
+            path = root / f"{name}-{number:02d}"
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+                return path
 
 
 def open_run(path: Path) -> RunDir:
     """Opens a run directory that the user named, makes it if need be, and locks it.
 
-    Raises RunDirError for a link, for a directory with files that are not a run's, and while
-    another process uses it. The lock of a process that died is taken over.
+    Raises RunDirError for a link, for a directory with files that are no run's, while another
+    process uses it, and where nothing can be written. A lock of a process that died is taken over.
     """
     if path.is_symlink():
         raise RunDirError(f"{path} is a link; name the directory itself as run.dir")
     check_name(path.name)
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    marker = path / "run.json"
-    if not marker.exists():
-        strangers = sorted(entry.name for entry in path.iterdir() if entry.name != "lock")
-        if strangers:
-            raise RunDirError(
-                f"{path} is not a run directory and holds {strangers[0]}; name an empty or new one"
-            )
-    lock = _take_lock(path)
-    if not marker.exists():
-        content = msgspec.json.encode(_Marker(_FORMAT_VERSION, path.name, _now()))
-        _write(marker, content + b"\n", os.O_TRUNC)
-    return RunDir(path, lock)
+    with _as_run_dir_error(path):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        marker = path / "run.json"
+        if not marker.exists():
+            _refuse_strangers(path)
+        lock = _take_lock(path)
+        if not marker.exists():
+            content = msgspec.json.encode(_Marker(_FORMAT_VERSION, path.name, _now()))
+            _write(marker, content + b"\n", os.O_TRUNC)
+        return RunDir(path, lock)
+
+
+def _refuse_strangers(path: Path) -> None:
+    strangers = sorted(entry.name for entry in path.iterdir() if entry.name != "lock")
+    if strangers:
+        raise RunDirError(
+            f"{path} is not a run directory and holds {strangers[0]}; name an empty or new one"
+        )
+
+
+@contextlib.contextmanager
+def _as_run_dir_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunDirError(
+            f"{error.filename or path} cannot be used: {error.strerror}; set run.dir to a directory"
+            " that can be written"
+        ) from error
 
 
 def read_status(path: Path) -> Status | None:

@@ -116,9 +116,18 @@ def test_links_are_refused(tmp_path):
         open_run(tmp_path / "link")
     (tmp_path / "run" / "lock").unlink()
     (tmp_path / "run" / "lock").symlink_to(tmp_path / "victim")
-    with pytest.raises(OSError, match="symbolic link"):
+    with pytest.raises(RunDirError, match=r"lock cannot be used: .*symbolic link"):
         open_run(tmp_path / "run")
     assert not (tmp_path / "victim").exists()
+
+
+def test_a_place_where_nothing_can_be_written_is_said_to_be_one(tmp_path):
+    (tmp_path / "file").write_text("")
+    for act in (lambda p: open_run(p), lambda p: new_run_dir(p, "tiny")):
+        with pytest.raises(
+            RunDirError, match=r"file.* cannot be used: Not a directory; set run\.dir"
+        ):
+            act(tmp_path / "file" / "runs")
 
 
 def test_every_start_keeps_its_configuration(tmp_path):
