@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from ppruntime.transports import meeting
+from ppruntime.transports import meeting, selftest
 from ppruntime.transports.base import Channel, TransportError
 from ppruntime.transports.device import DeviceTransport
 from ppruntime.transports.driver import WORD_BYTES, Driver, OwnStream
@@ -39,9 +39,10 @@ from ppruntime.transports.peer_memory import (
     swap_descriptors,
     tensor_at,
 )
-from ppruntime.transports.ring import credits_needed, releasing_word, slot_of
+from ppruntime.transports.ring import ReceiveRing, credits_needed, releasing_word, slot_of
 from ppruntime.transports.slots import typed_views
 
+OPTIONS = frozenset({"uncredited", "selftest"})
 _KIND = "copy_engine"
 _WORD_SPACING = 128  # a word has a cache line to itself: both GPUs write near it
 _PAGE_BYTES = 4096
@@ -145,11 +146,12 @@ class _Destination:
             typed_views(channel.boundary, slots[i * size : (i + 1) * size])
             for i in range(channel.slots)
         ]
-        self._num_released = 0
+        self._ring = ReceiveRing(channel)
         self.num_waited = 0
 
     def post(self, message: int) -> None:
-        """Nothing: the source writes when it is ready."""
+        """Bookkeeping only: the source writes when it is ready."""
+        self._ring.reserve()
 
     def wait(self, message: int, current: torch.cuda.Stream) -> None:
         self._driver.wait_word(current.cuda_stream, self._landed_address, message + 1)
@@ -159,12 +161,11 @@ class _Destination:
         # New tensors on the slot: what the caller sets on them ends with this message.
         return tuple(v.detach() for v in self._views[slot_of(message, self._channel.slots)])
 
-    def give_back(self, message: int, num_credits: int, released: torch.cuda.Event) -> None:
+    def give_back(self, message: int, released: torch.cuda.Event) -> None:
         # The credit follows this message's readers and, in the stream's order, all earlier ones.
         self.stream.torch.wait_event(released)
-        self._num_released += num_credits
-        if num_credits and self._credits is not None:
-            self._credits.tell(self.stream.handle, self._num_released)
+        if self._ring.release(message) and self._credits is not None:
+            self._credits.tell(self.stream.handle, self._ring.num_released)
 
     def release_waits(self, stream: int) -> None:
         self._driver.write_word(stream, self._landed_address, releasing_word(self.num_waited))
@@ -273,7 +274,7 @@ def open(
     """Opens the ends that `rank` has of `channels`; collective over their ranks, on a fresh store.
 
     Options: `uncredited`, the ids of channels whose order proves that a slot is released before its
-    next message is sent. Raises TransportError where ends are on different hosts or share a GPU.
+    next message is sent; `selftest`, False to leave the start-up test out. Raises TransportError where ends are on different hosts or share a GPU.
     """
     device = meeting.checked_device(_KIND, device)
     reason = unavailable_reason()
@@ -281,13 +282,13 @@ def open(
         raise TransportError(reason)
     if store is None:
         raise TransportError(f"{_KIND} needs a store by which the ranks meet; pass store=")
-    uncredited = meeting.checked_uncredited(_KIND, options)
+    meeting.check_known(_KIND, options, OPTIONS)
+    uncredited = meeting.uncredited_of(_KIND, options)
     mine = sorted((c for c in channels if rank in (c.src_rank, c.dst_rank)), key=lambda c: c.id)
     peers = meeting.peers_of(mine, rank)
     with meeting.OpeningLimit(_KIND, rank, timeout_seconds):
-        place = meeting.own_place(device)
-        texts = meeting.swap_texts(store, "place", str(place), rank, peers, timeout_seconds)
-        check_places(mine, rank, {rank: str(place), **texts})
+        places = meeting.swap_places(store, device, rank, peers, timeout_seconds)
+        check_places(mine, places)
         driver = Driver(device)
         fabric = _Fabric(driver, device)
         for peer in peers:  # ascending on every rank, so the smallest pair that is left proceeds
@@ -301,7 +302,7 @@ def open(
             )
         # No rank sends before its peers' words are zero and all is mapped.
         meeting.swap_texts(store, "readiness", "open", rank, peers, timeout_seconds)
-    return DeviceTransport(
+    transport = DeviceTransport(
         _KIND,
         rank,
         mine,
@@ -312,22 +313,24 @@ def open(
         senders=fabric.sources,
         receivers=fabric.destinations,
         fabric=fabric,
+        lives=meeting.lives_of(places, rank),
     )
+    return selftest.tested(transport, mine, rank, device, store, timeout_seconds, options)
 
 
-def check_places(channels: Sequence[Channel], rank: int, places: Mapping[int, str]) -> None:
+def check_places(channels: Sequence[Channel], places: Mapping[int, meeting.Place]) -> None:
     """Raises TransportError, alike on both ends, where a channel's ends are on different hosts or
-    on one GPU. `places` are `meeting.Place` as text, by rank."""
+    on one GPU. `places` are by rank."""
     for channel in channels:
-        here, there = (places[r].split() for r in (channel.src_rank, channel.dst_rank))
-        if here[0] != there[0]:
+        here, there = places[channel.src_rank], places[channel.dst_rank]
+        if here.host != there.host:
             raise TransportError(
-                f"{_KIND} cannot carry the {channel}: rank {channel.src_rank} is on {here[0]}, rank"
-                f" {channel.dst_rank} on {there[0]}, and no copy engine reaches another host; set"
+                f"{_KIND} cannot carry the {channel}: rank {channel.src_rank} is on {here.host},"
+                f" rank {channel.dst_rank} on {there.host}, no copy engine reaches another host; set"
                 ' pp.transport = "auto", "put" or "nccl"'
             )
-        if here[1] == there[1]:
+        if here.gpu == there.gpu:
             raise TransportError(
                 f"{_KIND} cannot carry the {channel}: ranks {channel.src_rank} and"
-                f" {channel.dst_rank} are on one GPU, {here[1]}; give each rank its own"
+                f" {channel.dst_rank} are on one GPU, {here.gpu}; give each rank its own"
             )

@@ -18,17 +18,20 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from ppruntime.transports.base import Channel, TransportError
+from ppruntime.transports.base import Channel
 from ppruntime.transports.driver import Driver, OwnStream, new_event
 from ppruntime.transports.ledger import Ledger
-from ppruntime.transports.ring import ReceiveRing
+from ppruntime.transports.lives import Life
 from ppruntime.transports.watchdog import Pending, PendingList, Watchdog
+
+if TYPE_CHECKING:
+    from ppruntime.transports.selftest import SelfTest
 
 _DRAIN_SECONDS = 5.0
 _SPREAD_SECONDS = 1.5
@@ -53,7 +56,7 @@ class ReceiveEnd(Protocol):
     stream: OwnStream
 
     def post(self, message: int) -> None:
-        """The message is expected next; its slot is free on the host's account."""
+        """The message is expected next. Raises TransportError if its slot is not free."""
 
     def wait(self, message: int, current: torch.cuda.Stream) -> None:
         """Makes `current` wait until the message lies in its slot."""
@@ -61,9 +64,8 @@ class ReceiveEnd(Protocol):
     def views(self, message: int) -> tuple[Tensor, ...]:
         """The boundary's tensors in the message's slot."""
 
-    def give_back(self, message: int, num_credits: int, released: torch.cuda.Event) -> None:
-        """Once `released` is past the message's slot may be overwritten; tells the peer of
-        `num_credits` messages more that it need not wait for."""
+    def give_back(self, message: int, released: torch.cuda.Event) -> None:
+        """Once `released` is past the message's slot may be overwritten."""
 
 
 class Fabric(Protocol):
@@ -96,7 +98,7 @@ class _Sending:
 @dataclass(slots=True)
 class _Receiving:
     end: ReceiveEnd
-    ring: ReceiveRing
+    num_posted: int = 0
     message_of: dict[int, int] = field(default_factory=dict)
     """Of every micro-batch that is posted or taken: the number of its message."""
 
@@ -117,25 +119,26 @@ class DeviceTransport:
         senders: Mapping[int, SendEnd],
         receivers: Mapping[int, ReceiveEnd],
         fabric: Fabric,
+        lives: Mapping[int, Life],
     ) -> None:
         self.kind, self._rank, self._device, self._driver = kind, rank, device, driver
         self._timeout_seconds, self._fabric = timeout_seconds, fabric
         self._ledger = Ledger(channels, rank, device)
-        slots = {channel.id: channel.slots for channel in channels}
         self._sending = {i: _Sending(end) for i, end in senders.items()}
-        self._receiving = {
-            i: _Receiving(end, ReceiveRing(slots[i])) for i, end in receivers.items()
-        }
+        self._receiving = {i: _Receiving(end) for i, end in receivers.items()}
         self._pending = PendingList()
         self._lock = threading.Lock()
         self._gave_up_at = math.inf
         self._closed = False
+        self.start_up: SelfTest | None = None
+        """What the start-up test found; None if it was left out."""
         self._watchdog = Watchdog(
             self._pending,
             driver,
             store,
             rank=rank,
             timeout_seconds=timeout_seconds,
+            lives=lives,
             expire=self.abort,
             tick=self._after_abort,
         )
@@ -153,14 +156,8 @@ class DeviceTransport:
     def post(self, channel: Channel, micro_batch: int) -> None:
         self._ledger.post(channel, micro_batch)
         receiving = self._receiving[channel.id]
-        if receiving.ring.is_full:
-            held = ", ".join(map(str, receiving.message_of))
-            raise TransportError(
-                f"{channel}: the slot that micro-batch {micro_batch} has to come to is still in use"
-                f" (held: micro-batches {held}); {self.kind} fills the {channel.slots} slots in"
-                " turn, so release in the order of the posts or open the channel with more slots"
-            )
-        message = receiving.message_of[micro_batch] = receiving.ring.reserve()
+        message, receiving.num_posted = receiving.num_posted, receiving.num_posted + 1
+        receiving.message_of[micro_batch] = message
         receiving.end.post(message)
 
     def send(self, channel: Channel, micro_batch: int, tensors: Sequence[Tensor]) -> None:
@@ -176,7 +173,7 @@ class DeviceTransport:
         sending.end.push(message, whole)
         left.record(stream)
         text = f"micro-batch {micro_batch} to leave on the {channel}, to rank {channel.dst_rank}"
-        self._pending.add(Pending(text, begun, left, is_send=True, holds=whole))
+        self._pending.add(Pending(text, channel.dst_rank, begun, left, is_send=True, holds=whole))
         self._pending.prune(time.monotonic())
 
     def take(self, channel: Channel, micro_batch: int) -> tuple[Tensor, ...]:
@@ -189,7 +186,7 @@ class DeviceTransport:
         receiving.end.wait(message, current)
         landed.record(current)
         text = f"micro-batch {micro_batch} on the {channel}, from rank {channel.src_rank}"
-        self._pending.add(Pending(text, begun, landed, is_send=False))
+        self._pending.add(Pending(text, channel.src_rank, begun, landed, is_send=False))
         return receiving.end.views(message)
 
     def release(self, channel: Channel, micro_batch: int) -> None:
@@ -198,7 +195,7 @@ class DeviceTransport:
         message = receiving.message_of.pop(micro_batch)
         released = new_event()
         released.record(torch.cuda.current_stream(self._device))
-        receiving.end.give_back(message, receiving.ring.release(message), released)
+        receiving.end.give_back(message, released)
 
     def step_end(self) -> None:
         self._ledger.step_end()

@@ -16,19 +16,26 @@ from torch._C._distributed_c10d import Store
 
 from ppruntime.transports.base import Channel, TransportError
 from ppruntime.transports.device import end_process
+from ppruntime.transports.lives import Life, life_of, parse_life
 
 _GRACE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is: host and GPU, by names that are unique over the machines."""
+    """Where a rank is: host and GPU by names unique over the machines, and its process."""
 
     host: str
     gpu: str
+    process: str
 
     def __str__(self) -> str:
-        return f"{self.host} {self.gpu}"
+        return f"{self.host} {self.gpu} {self.process}"
+
+
+def parse_place(text: str) -> Place:
+    """What `str(place)` gave on another rank."""
+    return Place(*text.split(" "))
 
 
 def own_place(device: torch.device) -> Place:
@@ -36,7 +43,27 @@ def own_place(device: torch.device) -> Place:
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     boot = boot_id.read_text().strip() if boot_id.is_file() else "unknown"
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return Place(f"{socket.gethostname()}/{boot}", gpu)
+    life = life_of(os.getpid())
+    return Place(f"{socket.gethostname()}/{boot}", gpu, str(life or "unseen"))
+
+
+def swap_places(
+    store: Store, device: torch.device, rank: int, peers: Sequence[int], timeout_seconds: float
+) -> dict[int, Place]:
+    """Where this rank and its peers are, by rank."""
+    place = own_place(device)
+    texts = swap_texts(store, "place", str(place), rank, peers, timeout_seconds)
+    return {rank: place, **{r: parse_place(text) for r, text in texts.items()}}
+
+
+def lives_of(places: Mapping[int, Place], rank: int) -> dict[int, Life]:
+    """The processes of those peers that are on this rank's host and can be seen from here."""
+    lives = {}
+    for peer, place in places.items():
+        life = parse_life(place.process) if place.host == places[rank].host else None
+        if peer != rank and life is not None:
+            lives[peer] = life
+    return lives
 
 
 def no_cuda_reason(kind: str) -> str | None:
@@ -124,17 +151,18 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
-def checked_uncredited(
-    kind: str, options: Mapping[str, object], also: Sequence[str] = ()
-) -> frozenset[int]:
-    """The option `uncredited` of a kind that takes no others but `also`. Raises TransportError."""
-    known = {"uncredited", *also}
+def check_known(kind: str, options: Mapping[str, object], known: frozenset[str]) -> None:
+    """Raises TransportError for an option that the kind does not take: it would have no effect."""
     unknown = sorted(set(options) - known)
     if unknown:
         raise TransportError(
             f"{kind} takes the options {', '.join(sorted(known))}, got {', '.join(unknown)}; remove"
             " what it does not take"
         )
+
+
+def uncredited_of(kind: str, options: Mapping[str, object]) -> frozenset[int]:
+    """The option `uncredited`: ids of channels that need no credits."""
     ids = options.get("uncredited", frozenset())
     if not isinstance(ids, frozenset):
         raise TransportError(f"{kind}: uncredited must be a frozenset of channel ids, got {ids!r}")

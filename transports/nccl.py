@@ -11,6 +11,7 @@ staging buffer, one tensor leaves from where it is.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,13 +20,13 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ppruntime.transports import meeting
+from ppruntime.transports import meeting, selftest
 from ppruntime.transports.base import Channel, TransportError
 from ppruntime.transports.device import DeviceTransport
 from ppruntime.transports.driver import Driver, OwnStream, new_event
-from ppruntime.transports.ring import slot_of
 from ppruntime.transports.slots import aligned_bytes, typed_views
 
+OPTIONS = frozenset({"transport_ctas", "recv_lead", "selftest"})
 _KIND = "nccl"
 _SRC, _DST, _TAG = 0, 1, 0  # ranks within a channel's communicator
 _MIN_MESSAGE_BYTES = 256  # NCCL sends no empty messages
@@ -84,17 +85,20 @@ class _Destination:
         recv_lead: int,
     ) -> None:
         self.stream, self._group, self._recv_lead = stream, group, recv_lead
-        self._num_slots = channel.slots
         size = max(channel.boundary.slot_bytes, _MIN_MESSAGE_BYTES)
         buffers = [aligned_bytes(size, device) for _ in range(channel.slots)]
         self._views = [typed_views(channel.boundary, buffer) for buffer in buffers]
         self._payloads = [buffer[: message_bytes(channel)] for buffer in buffers]
+        self._free = deque(range(channel.slots))
+        self._slot_of: dict[int, int] = {}
         self._released: list[torch.cuda.Event | None] = [None] * channel.slots
         self._landed: dict[int, torch.cuda.Event] = {}
         self._num_posted = self._num_issued = self._num_read = 0
         self._reader: torch.cuda.Event | None = None  # where the last message's reader began
 
     def post(self, message: int) -> None:
+        # Ours to choose, unlike where a peer writes: the slot that has been free for longest.
+        self._slot_of[message] = self._free.popleft()
         self._num_posted = message + 1
         self._issue_within_lead()
 
@@ -110,10 +114,12 @@ class _Destination:
         self._issue_within_lead()
 
     def views(self, message: int) -> tuple[Tensor, ...]:
-        return tuple(v.detach() for v in self._views[slot_of(message, self._num_slots)])
+        return tuple(v.detach() for v in self._views[self._slot_of[message]])
 
-    def give_back(self, message: int, num_credits: int, released: torch.cuda.Event) -> None:
-        self._released[slot_of(message, self._num_slots)] = released
+    def give_back(self, message: int, released: torch.cuda.Event) -> None:
+        slot = self._slot_of.pop(message)
+        self._released[slot] = released
+        self._free.append(slot)
 
     def _issue_within_lead(self) -> None:
         while self._num_issued < min(self._num_posted, self._num_read + self._recv_lead):
@@ -121,7 +127,7 @@ class _Destination:
 
     def _issue(self, message: int, earliest: torch.cuda.Event | None) -> None:
         assert message == self._num_issued, f"receive {self._num_issued} is due, not {message}"
-        slot = slot_of(message, self._num_slots)
+        slot = self._slot_of[message]
         stream = self.stream.torch
         for event in (earliest, self._released[slot]):
             if event is not None:
@@ -176,7 +182,7 @@ def open(
     """Opens the ends that `rank` has of `channels`; collective over their ranks, on a fresh store.
 
     Options: `transport_ctas`, the most thread blocks of one transfer (default: NCCL chooses);
-    `recv_lead`, see above (default 1). Every channel moves one message before this returns, so no
+    `recv_lead`, see above (default 1); `selftest`, False to leave the start-up test out. Every channel moves one message before this returns, so no
     communicator is made during a step.
     """
     reason = unavailable_reason()
@@ -190,7 +196,7 @@ def open(
     fabric, sources, destinations = _Fabric(), dict[int, _Source](), dict[int, _Destination]()
     with meeting.OpeningLimit(_KIND, rank, timeout_seconds):
         peers = meeting.peers_of(mine, rank)
-        meeting.swap_texts(store, "arrival", "here", rank, peers, timeout_seconds)
+        places = meeting.swap_places(store, device, rank, peers, timeout_seconds)
         driver = Driver(device)
         for channel in mine:  # by id on every rank: making a communicator waits for the other end
             stream = OwnStream(driver, device)
@@ -204,7 +210,7 @@ def open(
                 fabric.receiving.append(group)
                 destinations[channel.id] = _Destination(group, stream, channel, device, recv_lead)
         torch.cuda.synchronize(device)
-    return DeviceTransport(
+    transport = DeviceTransport(
         _KIND,
         rank,
         mine,
@@ -215,7 +221,9 @@ def open(
         senders=sources,
         receivers=destinations,
         fabric=fabric,
+        lives=meeting.lives_of(places, rank),
     )
+    return selftest.tested(transport, mine, rank, device, store, timeout_seconds, options)
 
 
 def _communicator(
@@ -247,11 +255,7 @@ def _warm_up(group: Any, is_source: bool, stream: OwnStream, device: torch.devic
 
 
 def _checked_options(options: Mapping[str, object]) -> tuple[int | None, int]:
-    unknown = sorted(set(options) - {"transport_ctas", "recv_lead"})
-    if unknown:
-        raise TransportError(
-            f"{_KIND} takes the options transport_ctas and recv_lead, got {unknown}; remove them"
-        )
+    meeting.check_known(_KIND, options, OPTIONS)
     ctas, lead = options.get("transport_ctas"), options.get("recv_lead", 1)
     if ctas is not None and not (isinstance(ctas, int) and 1 <= ctas <= 64):
         raise TransportError(f"{_KIND}: transport_ctas must be 1 to 64, got {ctas!r}")

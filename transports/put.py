@@ -31,15 +31,16 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from ppruntime.transports import meeting, nccl_api
+from ppruntime.transports import meeting, nccl_api, selftest
 from ppruntime.transports.base import Channel, TransportError
 from ppruntime.transports.device import DeviceTransport
 from ppruntime.transports.driver import Driver, OwnStream
 from ppruntime.transports.nccl_api import Nccl
 from ppruntime.transports.peer_memory import tensor_at
-from ppruntime.transports.ring import credits_needed, slot_of
+from ppruntime.transports.ring import ReceiveRing, credits_needed, slot_of
 from ppruntime.transports.slots import typed_views
 
+OPTIONS = frozenset({"nccl_library", "uncredited", "selftest"})
 _KIND = "put"
 _SRC, _DST = 0, 1  # ranks within a channel's communicator
 _WINDOW_ALIGNMENT = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT
@@ -108,7 +109,7 @@ class _Destination:
         has_credits: bool,
     ) -> None:
         self.stream, self._edge, self._num_slots = stream, edge, channel.slots
-        self._has_credits = has_credits
+        self._has_credits, self._ring = has_credits, ReceiveRing(channel)
         size = channel.boundary.slot_bytes
         memory = tensor_at(edge.address, window_bytes(channel), device)
         self._views = [
@@ -117,7 +118,8 @@ class _Destination:
         ]
 
     def post(self, message: int) -> None:
-        """Nothing: the source puts when it is ready."""
+        """Bookkeeping only: the source puts when it is ready."""
+        self._ring.reserve()
 
     def wait(self, message: int, current: torch.cuda.Stream) -> None:
         self._edge.nccl.wait_signal(_SRC, 1, self._edge.comm, current.cuda_stream)
@@ -126,8 +128,9 @@ class _Destination:
         # New tensors on the slot: what the caller sets on them ends with this message.
         return tuple(v.detach() for v in self._views[slot_of(message, self._num_slots)])
 
-    def give_back(self, message: int, num_credits: int, released: torch.cuda.Event) -> None:
+    def give_back(self, message: int, released: torch.cuda.Event) -> None:
         self.stream.torch.wait_event(released)
+        num_credits = self._ring.release(message)
         if self._has_credits:
             for _ in range(num_credits):
                 self._edge.nccl.signal(_SRC, self._edge.comm, self.stream.handle)
@@ -174,8 +177,9 @@ def open(
 
     Options: `nccl_library`, the path of a libnccl.so.2 of 2.30 or newer (default: the installed
     nvidia-nccl package, else torch's own); `uncredited`, the ids of channels whose order proves
-    that a slot is released before its next message is sent. Raises TransportError, on both ends of
-    every channel, if one of them has no such library or no support for windows.
+    that a slot is released before its next message is sent; `selftest`, False to leave the start-up
+    test out. Raises TransportError, on both ends of every channel, if one of them has no such
+    library or no support for windows.
     """
     device = meeting.checked_device(_KIND, device)
     reason = unavailable_reason()
@@ -184,9 +188,11 @@ def open(
     if store is None:
         raise TransportError(f"{_KIND} needs a store by which the ranks meet; pass store=")
     mine = sorted((c for c in channels if rank in (c.src_rank, c.dst_rank)), key=lambda c: c.id)
-    uncredited = meeting.checked_uncredited(_KIND, options, also=("nccl_library",))
+    meeting.check_known(_KIND, options, OPTIONS)
+    uncredited = meeting.uncredited_of(_KIND, options)
     peers = meeting.peers_of(mine, rank)
     with meeting.OpeningLimit(_KIND, rank, timeout_seconds):
+        places = meeting.swap_places(store, device, rank, peers, timeout_seconds)
         nccl = _agreed_library(store, options, rank, peers, timeout_seconds)
         driver = Driver(device)
         fabric, sources, destinations = _Fabric(), dict[int, _Source](), dict[int, _Destination]()
@@ -206,7 +212,7 @@ def open(
                     edge, stream, channel, device, has_credits=has_credits
                 )
         torch.cuda.synchronize(device)
-    return DeviceTransport(
+    transport = DeviceTransport(
         _KIND,
         rank,
         mine,
@@ -217,7 +223,9 @@ def open(
         senders=sources,
         receivers=destinations,
         fabric=fabric,
+        lives=meeting.lives_of(places, rank),
     )
+    return selftest.tested(transport, mine, rank, device, store, timeout_seconds, options)
 
 
 def _agreed_library(

@@ -8,6 +8,8 @@ without a gap from the first, it has released: the credit count.
 
 from __future__ import annotations
 
+from ppruntime.transports.base import Channel, TransportError
+
 WORD = 1 << 32
 HALF_WORD = 1 << 31
 
@@ -36,10 +38,10 @@ def releasing_word(count: int) -> int:
 
 
 class ReceiveRing:
-    """The receiver's account of one channel: which messages are reserved, taken and released."""
+    """The receiver's account of one channel: which messages are reserved and released."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self.num_slots = channel, channel.slots
         self.num_reserved = 0
         self.num_released = 0
         """Messages released without a gap from the first: the credit count."""
@@ -50,11 +52,16 @@ class ReceiveRing:
         """No slot is free: the next message's slot still holds an unreleased one."""
         return self.num_reserved - self.num_released >= self.num_slots
 
-    def reserve(self) -> int:
-        """The number of the next message; its slot is taken from now on. Only if not full."""
-        assert not self.is_full, f"all {self.num_slots} slots are reserved"
-        message, self.num_reserved = self.num_reserved, self.num_reserved + 1
-        return message
+    def reserve(self) -> None:
+        """The next message's slot is in use from now on. Raises TransportError if it is already."""
+        if self.is_full:
+            late = self.num_reserved - self.num_slots
+            raise TransportError(
+                f"{self._channel}: message {self.num_reserved} has to come to the slot of message"
+                f" {late}, which is not released yet; slots that a peer writes are filled in turn,"
+                " so release in the order of the posts or open the channel with more slots"
+            )
+        self.num_reserved += 1
 
     def release(self, message: int) -> int:
         """The slot may be overwritten; by how much the credit count grew (0 after a gap)."""

@@ -8,13 +8,13 @@ calls, so what it proves is the path that training takes.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from ppruntime.transports.base import Channel, TransportError
 from ppruntime.transports.device import DeviceTransport
@@ -76,6 +76,34 @@ def run_selftest(
         else:
             _check(transport, channel, device, store)
     return SelfTest(tuple(times), len(transport.streams), time.monotonic() - start)
+
+
+def tested(
+    transport: DeviceTransport,
+    channels: Sequence[Channel],
+    rank: int,
+    device: torch.device,
+    store: Store,
+    timeout_seconds: float,
+    options: Mapping[str, object],
+) -> DeviceTransport:
+    """The transport just opened, after its start-up test unless the option `selftest` is False.
+    Aborts and closes it if the test fails."""
+    if options.get("selftest", True):
+        try:
+            transport.start_up = run_selftest(
+                transport,
+                channels,
+                rank,
+                device=device,
+                store=PrefixStore("selftest", store),
+                timeout_seconds=timeout_seconds,
+            )
+        except BaseException as error:
+            transport.abort(f"the start-up test failed: {error}")
+            transport.close()
+            raise
+    return transport
 
 
 def payload(channel: Channel, message: int, device: torch.device) -> tuple[Tensor, ...]:

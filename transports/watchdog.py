@@ -6,10 +6,11 @@ not from the host's call, which may be seconds earlier. A second thread listens 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,11 +18,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from ppruntime.transports.driver import Driver, is_past
+from ppruntime.transports.lives import Life
 
 POLL_SECONDS = 0.05
 LISTEN_SECONDS = 0.5
 ANNOUNCE_SECONDS = 2.0
-_ABORT_KEY = "abort"
+_ABORT_KEY, _CLOSED_KEY = "abort", "closed"
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +32,7 @@ class Pending:
     once `done` is past, and not before: the allocator must not hand them out again earlier."""
 
     text: str
+    peer: int
     begun: torch.cuda.Event
     done: torch.cuda.Event
     is_send: bool
@@ -59,8 +62,11 @@ class PendingList:
 
 
 class Watchdog:
-    """Calls `expire(reason)` when a transfer waits longer than `timeout_seconds`, or when another
-    rank announced an abort through `store`; `tick()` at every poll, for what an abort repeats."""
+    """Calls `expire(reason)` when a transfer waits longer than `timeout_seconds`, when another rank
+    announced an abort through `store`, or when one of `lives` (peers on this host, by rank) ended.
+
+    `tick()` is called at every poll, for what an abort repeats.
+    """
 
     def __init__(
         self,
@@ -70,11 +76,13 @@ class Watchdog:
         *,
         rank: int,
         timeout_seconds: float,
+        lives: Mapping[int, Life],
         expire: Callable[[str], None],
         tick: Callable[[Sequence[Pending]], None],
     ) -> None:
         self._pending, self._driver, self._store, self._rank = pending, driver, store, rank
         self._timeout_seconds, self._expire, self._tick = timeout_seconds, expire, tick
+        self._lives = dict(lives)
         self._stop = threading.Event()
         self._threads = [
             threading.Thread(target=self._watch, name="transport watchdog", daemon=True),
@@ -99,6 +107,9 @@ class Watchdog:
 
     def close(self) -> None:
         """Ends both threads. Idempotent; callable from one of them."""
+        if not self._stop.is_set():
+            with contextlib.suppress(Exception):  # without the store nobody is left to be told
+                self._store.set(f"{_CLOSED_KEY} {self._rank}", "")
         self._stop.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -123,12 +134,22 @@ class Watchdog:
                 if self._store.check([_ABORT_KEY]):
                     self._expire(self._store.get(_ABORT_KEY).decode())
                     return
+                self._look_for_the_dead()
             except Exception as error:
                 if not self._stop.is_set():
                     self._expire(
                         f"the store by which the ranks hear of each other is gone: {error}"
                     )
                 return
+
+    def _look_for_the_dead(self) -> None:
+        for rank in [r for r, life in self._lives.items() if life.has_ended]:
+            del self._lives[rank]
+            if self._store.check([f"{_CLOSED_KEY} {rank}"]):
+                continue  # it had closed its ends: whatever it owed has been sent
+            waiting = [p.text for p in self._pending.prune(time.monotonic()) if p.peer == rank]
+            what = f"; it leaves behind {waiting[0]}" if waiting else ""
+            self._expire(f"rank {rank} is lost, its process has ended{what}")
 
 
 def overdue(pending: Sequence[Pending], now: float, timeout_seconds: float) -> Pending | None:
