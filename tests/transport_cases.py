@@ -90,8 +90,9 @@ def run_scenario(
 def process_opener(rank: int, kind: str) -> OpenChannels:
     """`open_channels` of a process of its own, over the store that all ranks of the test share."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    device = torch.device("cpu") if kind == "gloo" else torch.device("cuda", rank)
-    if device.type == "cuda":
+    on_gpu = kind in ("nccl", "copy_engine", "put")
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
         torch.cuda.set_device(device)
 
     def open_channels(
@@ -99,6 +100,7 @@ def process_opener(rank: int, kind: str) -> OpenChannels:
         timeout_seconds: float = 20,
         pipeline: str = "",
         rank: int = rank,
+        **options: object,
     ) -> Transport:
         return open_transport(
             kind,
@@ -107,6 +109,7 @@ def process_opener(rank: int, kind: str) -> OpenChannels:
             device=device,
             timeout_seconds=timeout_seconds,
             store=PrefixStore(f"pipeline {pipeline}", store),
+            **options,
         )
 
     return open_channels

@@ -52,23 +52,22 @@ def open_transport(
     store: Store | None = None,
     **options: object,
 ) -> Transport:
-    """Opens the ends that `rank` has of a pipeline's channels; collective over the pipeline's
-    ranks.
+    """Opens the ends that `rank` has of a pipeline's channels; collective over all its ranks.
 
     `channels` are those of the whole pipeline; ranks are the pipeline's, from 0. Channels inside a
     rank are carried by local whatever the kind. `store` is this pipeline's own (pipelines side by
-    side take a PrefixStore each); None will do if no channel leaves the rank. `options` are those
-    of the kind. No transfer takes longer than `timeout_seconds`, nor does opening wait longer for a
-    peer. Raises TransportError, with one text on all ranks, if they disagree on a channel or if one
-    of them cannot use the kind.
+    side take a PrefixStore each). If no channel leaves its rank, it may be None, and neither the
+    kind nor its `options` matter. No transfer takes longer than `timeout_seconds`, nor does opening
+    wait longer for a peer. Raises TransportError, with one text on all ranks, if they disagree on a
+    channel or if one of them cannot use the kind.
     """
     if kind not in KINDS:
         raise TransportError(f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}")
     ranks = sorted({rank}.union(*((c.src_rank, c.dst_rank) for c in channels)))
-    if store is None and len(ranks) > 1:
-        raise TransportError(f"ranks {ranks} need a store to find each other; pass store=")
     kind_of = {channel.id: "local" for channel in channels}
-    if store is not None:
+    if len(ranks) > 1:
+        if store is None:
+            raise TransportError(f"ranks {ranks} need a store to find each other; pass store=")
         # The n-th opening of this rank meets the n-th of the others, under names of its own.
         store = PrefixStore(f"opening {store.add(f'openings of rank {rank}', 1)}", store)
         kind_of = _agreed_kinds(kind, channels, rank, ranks, device, timeout_seconds, store)
@@ -80,8 +79,8 @@ def open_transport(
             rank,
             device=device,
             timeout_seconds=timeout_seconds,
-            store=store and PrefixStore(used, store),
-            options={} if used == "local" else options,
+            store=None if store is None else PrefixStore(used, store),
+            options=options if used == kind or used != "local" else {},
         )
         carriers.append((transport, carried))
     if len(carriers) == 1:
@@ -101,8 +100,7 @@ def _agreed_kinds(
     """Each channel's kind by its id, once all ranks agree on the channels and can use the kind."""
     reason = unavailable_reason(kind)
     facts = [
-        agree.Fact("the transport", kind),
-        agree.Fact(f"what keeps a rank from {kind}", reason or "nothing"),
+        agree.Fact("the transport", kind if reason is None else f"{kind} (unusable: {reason})"),
         *agree.channel_facts(channels, rank),
     ]
     agree.agree(

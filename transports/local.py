@@ -80,8 +80,8 @@ class LocalTransport:
         message = self._next_message(channel, micro_batch)
         if message.micro_batch != micro_batch:
             reason = (
-                f"{channel}: micro-batch {message.micro_batch} was sent where {micro_batch} was"
-                " expected; both ends must use one order"
+                f"{channel}: micro-batch {micro_batch} was expected, micro-batch"
+                f" {message.micro_batch} was sent; both ends must use one order"
             )
             self.abort(reason)
             raise TransportError(reason)
