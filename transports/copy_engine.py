@@ -274,7 +274,8 @@ def open(
     """Opens the ends that `rank` has of `channels`; collective over their ranks, on a fresh store.
 
     Options: `uncredited`, the ids of channels whose order proves that a slot is released before its
-    next message is sent; `selftest`, False to leave the start-up test out. Raises TransportError where ends are on different hosts or share a GPU.
+    next message is sent; `selftest`, False to leave the start-up test out. Raises TransportError
+    where ends are on different hosts or share a GPU.
     """
     device = meeting.checked_device(_KIND, device)
     reason = unavailable_reason()
@@ -326,8 +327,8 @@ def check_places(channels: Sequence[Channel], places: Mapping[int, meeting.Place
         if here.host != there.host:
             raise TransportError(
                 f"{_KIND} cannot carry the {channel}: rank {channel.src_rank} is on {here.host},"
-                f" rank {channel.dst_rank} on {there.host}, no copy engine reaches another host; set"
-                ' pp.transport = "auto", "put" or "nccl"'
+                f" rank {channel.dst_rank} on {there.host}, no copy engine reaches another host;"
+                ' set pp.transport = "auto", "put" or "nccl"'
             )
         if here.gpu == there.gpu:
             raise TransportError(

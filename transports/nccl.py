@@ -182,8 +182,8 @@ def open(
     """Opens the ends that `rank` has of `channels`; collective over their ranks, on a fresh store.
 
     Options: `transport_ctas`, the most thread blocks of one transfer (default: NCCL chooses);
-    `recv_lead`, see above (default 1); `selftest`, False to leave the start-up test out. Every channel moves one message before this returns, so no
-    communicator is made during a step.
+    `recv_lead`, see above (default 1); `selftest`, False to leave the start-up test out. Every
+    channel moves one message before this returns, so no communicator is made during a step.
     """
     reason = unavailable_reason()
     if reason is not None:

@@ -150,12 +150,11 @@ def _serve(
 ) -> ChannelTime:
     """The source's part: the first message once the destination knows what its wait held, the
     second, which is timed, once the first was found right."""
-    limit = timedelta(seconds=timeout_seconds)
     first, second = payload(channel, 0, device), payload(channel, 1, device)
     torch.cuda.current_stream(device).synchronize()
-    store.wait([_key(channel, "waits")], limit)
+    _await(store, _key(channel, "waits"), channel, timeout_seconds)
     transport.send(channel, 0, first)
-    store.wait([_key(channel, "is right")], limit)
+    _await(store, _key(channel, "is right"), channel, timeout_seconds)
     stream = transport.stream_of(channel)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record(stream)
@@ -204,6 +203,7 @@ def _compare(
     views: Sequence[Tensor],
     device: torch.device,
 ) -> None:
+    torch.cuda.current_stream(device).synchronize()
     difference = first_difference(views, payload(channel, message, device))
     transport.release(channel, message)
     if difference is not None:
@@ -237,6 +237,16 @@ class _Others:
             end.record(stream)
             ends.append(end)
         return ends
+
+
+def _await(store: Store, key: str, channel: Channel, timeout_seconds: float) -> None:
+    try:
+        store.wait([key], timedelta(seconds=timeout_seconds))
+    except RuntimeError as error:
+        raise TransportError(
+            f"rank {channel.dst_rank} did not answer within {timeout_seconds:g} s in the start-up"
+            f" test of the {channel}: {error}"
+        ) from error
 
 
 def _key(channel: Channel, what: str) -> str:

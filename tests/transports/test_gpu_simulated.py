@@ -1,0 +1,208 @@
+"""copy_engine and put over a simulated driver: order, slots, credits, deadlines, without a GPU."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+import simulated_cuda
+import torch
+from torch.distributed import HashStore, PrefixStore
+from transport_cases import assert_same_bits, payload, pipeline_channels, poison
+
+from ppruntime.transports import copy_engine, put
+from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
+
+KINDS = {"copy_engine": copy_engine, "put": put}
+SMALL = Boundary((TensorSpec("x", (3, 5), torch.float32), TensorSpec("i", (4,), torch.int32)))
+
+
+@pytest.fixture(autouse=True)
+def _simulated(monkeypatch):
+    simulated_cuda.install(monkeypatch)
+
+
+def _run(kind, channels, function, num_ranks=2, timeout_seconds=20.0, **options):
+    """`function(rank, transport)` on every rank, in threads; the results, errors included."""
+    store, results = HashStore(), {}
+
+    def work(rank):
+        try:
+            transport = KINDS[kind].open(
+                channels,
+                rank,
+                device=torch.device("cpu", rank),
+                timeout_seconds=timeout_seconds,
+                store=PrefixStore("test", store),
+                options=options,
+            )
+            results[rank] = function(rank, transport)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a rank hangs"
+    for error in results.values():
+        if isinstance(error, BaseException) and not isinstance(error, TransportError):
+            raise error
+    return [results[r] for r in range(num_ranks)]
+
+
+def _in_turn(channels, num_messages, rng):
+    """Legal calls of each rank for one step, slots released in the order of the posts."""
+    state = {c.id: dict.fromkeys(("post", "send", "take", "release"), 0) for c in channels}
+    orders = {r: [] for c in channels for r in (c.src_rank, c.dst_rank)}
+    while True:
+        legal = []
+        for c in channels:
+            s, total = state[c.id], num_messages[c.id]
+            if s["post"] < total and s["post"] - s["release"] < c.slots:
+                legal.append((c, "post"))
+            if s["send"] < total:
+                legal.append((c, "send"))
+            if s["take"] < min(s["post"], s["send"]):
+                legal.append((c, "take"))
+            if s["release"] < s["take"]:
+                legal.append((c, "release"))
+        if not legal:
+            return orders
+        channel, name = rng.choice(legal)
+        micro_batch = state[channel.id][name]
+        state[channel.id][name] += 1
+        orders[channel.src_rank if name == "send" else channel.dst_rank].append(
+            (name, channel, micro_batch)
+        )
+
+
+def _play(transport, calls, seed):
+    """Makes the calls; a reader on the current stream compares and poisons, as late as it likes."""
+    held, checks = {}, []
+    current = torch.cuda.current_stream()
+    for name, channel, micro_batch in calls:
+        if name == "post":
+            transport.post(channel, micro_batch)
+        elif name == "send":
+            tensors = payload(channel, micro_batch, seed)
+            sent = tuple(torch.zeros_like(t) for t in tensors)
+
+            def compute(sent=sent, tensors=tensors):
+                for target, value in zip(sent, tensors, strict=True):
+                    target.copy_(value)
+
+            current.do(compute)
+            transport.send(channel, micro_batch, sent)
+        elif name == "take":
+            held[channel.id, micro_batch] = transport.take(channel, micro_batch)
+        else:
+            tensors = held.pop((channel.id, micro_batch))
+
+            def read(tensors=tensors, channel=channel, micro_batch=micro_batch):
+                try:
+                    assert_same_bits(tensors, payload(channel, micro_batch, seed), str(channel))
+                    poison(tensors)
+                except AssertionError as error:
+                    checks.append(error)
+
+            current.do(read)
+            transport.release(channel, micro_batch)
+    transport.step_end()
+    current.synchronize()
+    assert not checks, checks[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage_to_rank", [(0, 1), (0, 1, 0, 1), (0, 1, 2)])
+def test_messages_arrive_bitwise_and_slots_are_safe_however_streams_overtake(kind, stage_to_rank):
+    for seed in range(4):
+        rng = random.Random(seed)
+        channels = pipeline_channels(stage_to_rank, rng)
+        counts = {c.id: rng.randint(1, 8) for c in channels}
+        orders = [_in_turn(channels, counts, rng) for _ in range(2)]
+
+        def run(rank, transport, orders=orders, seed=seed):
+            for step, order in enumerate(orders):
+                _play(transport, order[rank], seed * 10 + step)
+            transport.close()
+            return transport.start_up
+
+        for found in _run(kind, channels, run, num_ranks=max(stage_to_rank) + 1):
+            assert not isinstance(found, BaseException), found
+            assert found.seconds < 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slot_that_is_not_released_in_turn_is_refused_at_the_post(kind):
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=2)
+
+    def run(rank, transport):
+        if rank == 0:
+            for m in range(2):
+                transport.send(channel, m, payload(channel, m, 0))
+            return
+        for m in range(2):
+            transport.post(channel, m)
+            transport.take(channel, m)
+        transport.release(channel, 1)
+        transport.post(channel, 2)
+
+    _, error = _run(kind, [channel], run)
+    assert "message 4 has to come to the slot of message 2" in str(
+        error
+    )  # two of the start-up test
+    assert "release in the order of the posts" in str(error)
+
+
+def test_a_message_that_does_not_come_ends_the_transfers_of_both_ranks_in_time():
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+
+    def run(rank, transport):
+        start = time.monotonic()
+        current = torch.cuda.current_stream()
+        try:
+            if rank == 1:
+                transport.post(channel, 7)
+                transport.take(channel, 7)
+                current.synchronize()  # the abort lets it go
+                assert time.monotonic() - start < 15
+                transport.step_end()
+            else:
+                while True:
+                    transport.step_end()
+                    time.sleep(0.05)
+        except TransportError as error:
+            transport.close()
+            return str(error)
+
+    for text in _run("copy_engine", [channel], run, timeout_seconds=1.0):
+        assert "waited 1 s for micro-batch 7 on the forward channel 0" in text
+        assert "from rank 0" in text
+
+
+def test_an_abort_lets_go_of_a_send_that_waits_for_a_slot():
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+
+    def run(rank, transport):
+        if rank == 0:
+            transport.send(channel, 0, payload(channel, 0, 0))
+            transport.send(channel, 1, payload(channel, 1, 0))  # nobody releases the first
+            transport.abort("the operator said so")
+        else:
+            while True:
+                try:
+                    transport.step_end()
+                except TransportError as error:
+                    transport.close()
+                    return str(error)
+        transport.close()
+        with pytest.raises(TransportError, match="the operator said so"):
+            transport.send(channel, 2, payload(channel, 2, 0))
+        return "the operator said so"
+
+    for text in _run("copy_engine", [channel], run):
+        assert "the operator said so" in text
