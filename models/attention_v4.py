@@ -4,8 +4,8 @@ One softmax runs over a window of the layer's own keys and over compressed entri
 layer's indexer picks (CSA), all visible ones (HCA), or none (SWA).
 
 Shape letters: B rows, T tokens, D model width, Q query bottleneck, H heads, K head width = key
-width, C compressed entries, W slots, L entries of a query's own document, G groups of heads, I width
-of an indexer head.
+width, C compressed entries, W slots, k picked entries, G groups of heads, I width of an indexer
+head.
 Source: DeepSeek-V4 report, section 2.3.
 """
 
@@ -18,15 +18,12 @@ from ppruntime.models.carry import Carry, MicroBatch
 from ppruntime.models.compressor_v4 import CompressorV4
 from ppruntime.models.dims import ModelDims, Role, attention_role
 from ppruntime.models.documents import first_entries, num_visible_entries, window_slots
-from ppruntime.models.indexer import best_entries, index_scores, to_local
+from ppruntime.models.indexer import select_entries
 from ppruntime.models.linear import GroupedLinear, Linear
 from ppruntime.models.norm import RMSNorm, inverse_rms
 from ppruntime.models.precision import holder_dtype, widened
 from ppruntime.models.rope import Rope, Rotation, rotate
 from ppruntime.models.sparse_attention import sparse_attention
-
-_MAX_PRODUCTS = 1 << 26
-"""Head-wise index scores that are held at a time (256 MiB in fp32)."""
 
 
 def visible_entries(positions_BT: Tensor, ratio: int) -> Tensor:
@@ -73,27 +70,14 @@ class IndexerV4(nn.Module):
         positions_BT: Tensor,
         rope: Rope,
     ) -> Tensor:
-        """[B, T, k] int64 numbers of the chosen entries, ascending, then -1; k = min(top-k, C)."""
+        """[B, T, index_topk] int64 numbers of the chosen entries, ascending, then -1."""
         dims = self.dims
         keys_BCI = self.compressor(x_BTD, positions_BT, rope)
         q_BTHI = self.query(q_latent_BTQ).unflatten(-1, (dims.index_heads, dims.index_head_dim))
         q_BTHI = rotate(q_BTHI, rotation)
         weights_BTH = self.head_weights(x_BTD) * (dims.index_head_dim * dims.index_heads) ** -0.5
-        num_picked = min(dims.index_topk, keys_BCI.shape[1])
-        if num_picked == 0:
-            return positions_BT.new_empty((*positions_BT.shape, 0))
-        first_BT = first_entries(positions_BT, self.ratio)
-        num_visible_BT = num_visible_entries(positions_BT, self.ratio)
-        block = max(1, _MAX_PRODUCTS // (keys_BCI.shape[:2].numel() * dims.index_heads))
-        parts: list[Tensor] = []
-        for q, weights, first, num_visible in zip(
-            *(x.split(block, 1) for x in (q_BTHI, weights_BTH, first_BT, num_visible_BT)),
-            strict=True,
-        ):
-            scores_BTL = to_local(index_scores(q, weights, keys_BCI), first, num_visible)
-            local_BTk = best_entries(scores_BTL, num_picked)
-            parts.append(torch.where(local_BTk >= 0, local_BTk + first.unsqueeze(-1), -1))
-        return torch.cat(parts, dim=1)
+        selection = select_entries(dims, q_BTHI, weights_BTH, keys_BCI, positions_BT, self.ratio)
+        return selection.entries_BTk
 
 
 class AttentionV4(nn.Module):
