@@ -92,7 +92,7 @@ class TokenFile:
         """Maps PREFIX.bin and what belongs to it. Raises DataError."""
         prefix = Path(prefix)
         index = _map(prefix, "idx")
-        starts, item_type = _parse_index(index.content, index.path)
+        starts, item_type = parse_index(index.content, index.path)
         size = int(starts[-1])
         tokens = _map(prefix, "bin")
         wanted = size * np.dtype(item_type).itemsize
@@ -136,9 +136,11 @@ class TokenFile:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that tell this data from other data: from the index, and the sizes."""
+        """16 hex digits that tell this data from other data: from the index, the sizes, and the
+        checksums of PREFIX.json if it is there. Does not read the ids."""
         digest = hashlib.sha256(_with(self.prefix, "idx").read_bytes())
-        digest.update(repr([len(part.content) for part in self.maps]).encode())
+        sizes = [len(part.content) for part in self.maps]
+        digest.update(repr((sizes, self.info.sha256 if self.info else {})).encode())
         return digest.hexdigest()[:16]
 
     def check_unchanged(self) -> None:
@@ -331,8 +333,9 @@ def _write_index(file: BinaryIO, lengths: list[int], item_type: str) -> None:
     file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
 
 
-def _parse_index(index: NDArray[np.uint8], path: Path) -> tuple[Integers, str]:
-    """Where documents start in the tokens, with the end of the last, and the type of the ids."""
+def parse_index(index: NDArray[np.uint8], path: Path) -> tuple[Integers, str]:
+    """What the bytes of a PREFIX.idx say: where documents start in the tokens, with the end of the
+    last, and the type of the ids. Raises DataError for whatever is not such an index."""
     if len(index) < _HEADER.size:
         raise DataError(
             f"{path}: {len(index)} bytes, a header has {_HEADER.size}; the file is truncated"
