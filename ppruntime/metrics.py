@@ -93,7 +93,7 @@ class MetricsLog:
     ) -> None:
         """`tensorboard`: folder for its events, None for none. `resumed_at`: the step of the
         checkpoint this start goes on from, 0 for a start from scratch."""
-        self._file = path.open("ab")
+        self._file = open(path, "ab", opener=_for_us_alone)  # noqa: SIM115 (closed by `close`)
         self._resumed_at: int | None = resumed_at if self._file.tell() else None
         if self._file.tell() and not _ends_with_newline(path):
             self._file.write(b"\n")  # a start that was killed left half a line
@@ -134,6 +134,10 @@ class MetricsLog:
         except Exception as error:  # whatever goes wrong in it, training is worth more
             self._board = None
             self._warn(f"TensorBoard is off: {type(error).__name__}: {error}")
+
+
+def _for_us_alone(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _ends_with_newline(path: Path) -> bool:

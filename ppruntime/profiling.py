@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Protocol
 
 import msgspec
@@ -249,8 +249,8 @@ def _sources(op: Op) -> tuple[Op, ...]:
 
 
 def measured_costs(step: MeasuredStep) -> Costs:
-    """Each stage's median op times in ms. A whole backward is halved where I and W never ran apart;
-    a stage that ran nothing of a kind costs nothing."""
+    """Each stage's mean op times in ms, which keep the work of a rank. A whole backward is halved
+    where I and W never ran apart; a stage that ran nothing of a kind costs nothing."""
     num_stages = step.schedule.num_stages
     samples: dict[tuple[int, Kind], list[float]] = {}
     for row in step.compute_rows:
@@ -258,13 +258,13 @@ def measured_costs(step: MeasuredStep) -> Costs:
             samples.setdefault((timed.op.stage, timed.op.kind), []).append(
                 timed.finish - timed.start
             )
-    medians = {key: median(values) for key, values in samples.items()}
+    means = {key: fmean(values) for key, values in samples.items()}
 
     def half(stage: int, kind: Kind) -> float:
-        return medians.get((stage, kind), medians.get((stage, Kind.B), 0.0) / 2)
+        return means.get((stage, kind), means.get((stage, Kind.B), 0.0) / 2)
 
     return Costs(
-        tuple(medians.get((stage, Kind.F), 0.0) for stage in range(num_stages)),
+        tuple(means.get((stage, Kind.F), 0.0) for stage in range(num_stages)),
         tuple(half(stage, Kind.I) for stage in range(num_stages)),
         tuple(half(stage, Kind.W) for stage in range(num_stages)),
     )
@@ -298,18 +298,23 @@ def write_timeline(step: MeasuredStep, svg_path: Path, trace_path: Path, *, titl
     its `otherData` has each rank's `RankTimes`.
     """
     planned = planned_step(step)
-    makespan = step.step_ns / _NS_PER_MS
-    busiest = max((part.compute for part in split_times(step)), default=0) / _NS_PER_MS
+    parts = split_times(step)
+    total = step.step_ns or 1
+    bubble = 1 - max((part.compute for part in parts), default=0) / total
+    shares = ", ".join(
+        f"{name} {sum(getattr(part, name) for part in parts) / len(parts) / total:.1%}"
+        for name in ("compute", "transfer", "peer", "idle")
+    )
     panels = [
         Panel(
             f"{title}, planned: {step.schedule.name}",
-            f"{planned.makespan:.2f} ms, bubble {planned.bubble_fraction:.1%}: each stage's median"
-            " op times, free transfers",
+            f"{planned.makespan:.2f} ms, bubble {planned.bubble_fraction:.1%};"
+            " each stage's mean op times, transfers take none",
             planned.rows,
         ),
         Panel(
             f"{title}, measured",
-            f"{makespan:.2f} ms, bubble {(makespan - busiest) / makespan if makespan else 0:.1%}",
+            f"{step.step_ns / _NS_PER_MS:.2f} ms, bubble {bubble:.1%}; mean rank: {shares}",
             step.compute_rows,
         ),
     ]

@@ -58,6 +58,7 @@ def test_a_line_is_on_file_as_soon_as_it_is_written(tmp_path):
     for step in (1, 2):
         log.write(_step(step))
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == step
+    assert (tmp_path / "metrics.jsonl").stat().st_mode & 0o777 == 0o600
     log.close()
 
 

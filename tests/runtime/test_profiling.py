@@ -128,19 +128,21 @@ def test_the_report_has_a_line_a_rank_whose_shares_make_a_hundred():
     assert len(lines) == 4
 
 
-def test_costs_are_medians_per_stage_and_a_whole_backward_is_halved():
-    schedule = make("1f1b", 2, 3)
+def test_costs_are_means_per_stage_and_a_whole_backward_is_halved():
+    schedule = make("1f1b", 2, 4)
     timeline = simulate(schedule, Costs((1.0, 2.0), (1.5, 2.5), (1.5, 2.5)))
     rows = list(_measured(timeline).rows)
-    late = rows[1][0]  # one op took a hundred times as long
-    shift = 100 * MS
+    late, shift = rows[1][0], 100 * MS  # one op of four took that much longer
     rows[1] = (
         MeasuredOp(late.op, late.start, late.ready, late.end + shift),
         *(MeasuredOp(m.op, m.start + shift, m.ready + shift, m.end + shift) for m in rows[1][1:]),
     )
-    costs = measured_costs(MeasuredStep(schedule, tuple(rows)))
-    assert costs.forward == (1.0, 2.0)
+    step = MeasuredStep(schedule, tuple(rows))
+    costs = measured_costs(step)
+    assert costs.forward == pytest.approx((1.0, 2.0 + 100 / 4))
     assert costs.input_grad == costs.weight_grad == (1.5, 2.5)
+    # So the plan has each rank work as long as it did.
+    assert planned_step(step).busy == pytest.approx([p.compute / MS for p in split_times(step)])
 
 
 def _gather(rank, skews):
