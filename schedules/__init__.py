@@ -124,8 +124,8 @@ def make(
 
     `stages_per_rank` is by default 2 for interleaved and V orders, else 1. `warmup_step` is for
     async_1f1b (2) and 1f1b_w (1): an int s, rank r runs s (P - 1 - r) forwards before its first
-    backward; or these numbers themselves, one a rank. Where a definition asks for more micro-batches
-    or for whole rounds, the order is built for the next number it allows and the excess dropped.
+    backward; or these numbers themselves, one a rank. Where a definition asks for more
+    micro-batches, the order is built for the next number it allows and the excess dropped.
     Raises ScheduleError with the nearest valid numbers.
     """
     order = _ORDERS.get(name)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ppruntime.schedules.ops import Kind, Schedule, ScheduleError, ops_of
-from ppruntime.schedules.progress import stalled
 
 
 class Edge(NamedTuple):
@@ -91,31 +90,6 @@ def slots_held(schedule: Schedule) -> dict[Edge, int]:
     there and not yet freed (the last reader is B, or W where the backward is split), and one to
     receive ahead; never more than there are messages. Hops within a rank are included."""
     return {edge: channel.slots_held for edge, channel in traffic(schedule).items()}
-
-
-def slots_needed(schedule: Schedule) -> int:
-    """The smallest number of receive buffers per channel with which the order cannot hang, however
-    slow or fast the ranks are; 0 if no two ranks talk.
-
-    The model: a rank that sends waits while the channel holds that many messages which the receiver
-    has not begun to read. Raises ScheduleError for an order that hangs with any number.
-    """
-    if num_transfers(schedule) == 0:
-        return 0
-    if stalled(schedule):
-        raise ScheduleError(
-            f"{schedule.name} hangs with any number of slots; check(schedule) shows where"
-        )
-    too_few, enough = 0, 1
-    while stalled(schedule, slots=enough):  # ends: num_micro_batches slots never fill
-        too_few, enough = enough, 2 * enough
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if stalled(schedule, slots=middle):
-            too_few = middle
-        else:
-            enough = middle
-    return enough
 
 
 def traffic(schedule: Schedule) -> dict[Edge, Traffic]:

@@ -13,8 +13,8 @@ def dualpipe_v(rank: int, num_ranks: int, num_micro_batches: int) -> list[Step]:
     """One rank's order; at most 2 P + 1 chunk activations in flight on every rank.
 
     Steady state is pairs, so that the expert all-to-all of one half runs under the other's compute.
-    Whoever runs the order decides whether to fuse them: a fused pair waits for both its inputs, which
-    with no gain from overlap doubles the bubble. Needs 2 P micro-batches.
+    Whoever runs the order decides whether to fuse them: a fused pair waits for both its inputs,
+    which with no gain from overlap doubles the bubble. Needs 2 P micro-batches.
     """
     assert num_micro_batches >= 2 * num_ranks, "fewer do not fill the pipeline from both ends"
     order = OrderWriter((rank, 2 * num_ranks - 1 - rank))

@@ -1,31 +1,44 @@
-"""An order as a text grid, one line a step and one column a rank, for error messages."""
+"""An order as a text grid, one line a step and one column a rank, below what is wrong with it."""
 
 from __future__ import annotations
 
-from ppruntime.schedules.ops import Schedule
+from ppruntime.schedules.ops import Op, Schedule, ScheduleError
 
 MAX_LINES = 120
 """A longer order is shown as this many steps around the mark: thousands of lines help nobody."""
 
 
+def fault(schedule: Schedule, rank: int, step: int, op: Op, text: str) -> ScheduleError:
+    """The error to raise about `op` of `rank`'s `step`: the place, the text, the marked grid."""
+    return with_grid(schedule, f"rank {rank}, step {step}, {op}: {text}", (rank, step))
+
+
+def lack(schedule: Schedule, rank: int, op: Op, what: str) -> ScheduleError:
+    """The error to raise about an op that `rank` lacks; `what` says what it would be."""
+    return with_grid(schedule, f"rank {rank} never runs {op}, {what}; add it", None)
+
+
+def with_grid(schedule: Schedule, text: str, mark: tuple[int, int] | None) -> ScheduleError:
+    """The error `text` with the grid below it."""
+    return ScheduleError(f"{text}\n{schedule.name}:\n{grid(schedule, mark)}")
+
+
 def grid(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
-    """The whole table of `schedule`, the step `mark` = (rank, step) of it pointed at."""
+    """The table of `schedule`, `mark` = (rank, step) pointed at."""
     num_steps = max((len(order) for order in schedule.orders), default=0)
     first, last = _window(num_steps, mark)
-    cells = [[str(step) for step in order[first:last]] for order in schedule.orders]
-    widths = [max(map(len, [f"rank {r}", *column])) for r, column in enumerate(cells)]
-    margin = len(f"step {last - 1}")
-    header = [f"rank {r}".ljust(width) for r, width in enumerate(widths)]
-    lines = ["  ".join([" " * margin, *header]).rstrip()]
-    for i in range(first, last):
-        row = [
-            (column[i - first] if i - first < len(column) else "").ljust(width)
-            for column, width in zip(cells, widths, strict=True)
-        ]
-        line = "  ".join([f"step {i}".rjust(margin), *row]).rstrip()
-        if mark is not None and mark[1] == i:
-            line += f"  <-- rank {mark[0]}"
-        lines.append(line)
+    columns = [[str(step) for step in order[first:last]] for order in schedule.orders]
+    if mark is not None:
+        rank, step = mark
+        columns[rank][step - first] += " <--"
+    columns = [[f"rank {r}", *column] for r, column in enumerate(columns)]
+    widths = [max(map(len, column)) for column in columns]
+    titles = ["", *(f"step {i}" for i in range(first, last))]
+    lines = []
+    for i, title in enumerate(titles):
+        cells = [column[i] if i < len(column) else "" for column in columns]
+        row = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        lines.append("  ".join([title.rjust(len(titles[-1])), *row]).rstrip())
     if last - first < num_steps:
         lines.append(f"(steps {first} to {last - 1} of {num_steps})")
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 
 class ScheduleError(ValueError):
-    """An order, a placement or a request for one is wrong; the text says what, where and the remedy."""
+    """An order, a placement or a request for one is wrong: what, where, and the remedy."""
 
 
 class Kind(Enum):

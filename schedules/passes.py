@@ -24,9 +24,9 @@ def split_backward(schedule: Schedule) -> Schedule:
 
 
 def defer_weight_grads(schedule: Schedule) -> Schedule:
-    """Puts weight gradients off until the gradient for the previous stage is on its way, but not past
-    the next op: B [SEND_B] becomes I [SEND_B] W. On 1F1B this is 1F1B-W: the order gains W's time
-    to hide transfers in (2c <= W) and holds no more activations. W's that are apart already stay.
+    """Puts weight gradients off until the gradient for the previous stage is on its way, but not
+    past the next op: B [SEND_B] becomes I [SEND_B] W. 1F1B becomes 1F1B-W, which gains W's time to
+    hide transfers in (2c <= W) and holds no more activations. W's that are apart already stay.
     """
     return split_backward(schedule)
 
@@ -58,8 +58,8 @@ def drop_micro_batches(schedule: Schedule, num_micro_batches: int) -> Schedule:
 def add_offload(schedule: Schedule, *, every: int = 1) -> Schedule:
     """Moves the saved activations of every `every`-th micro-batch to the host and back.
 
-    OFFLOAD follows F (and its send); RELOAD stands before the compute op that precedes the backward,
-    so that it has that op's time. Where no other compute op would run in between, nothing is moved.
+    OFFLOAD follows F (and its send); RELOAD stands before the step that precedes the backward, so
+    that it has that step's time. Where no computation would run between the two, nothing is moved.
     """
     if every < 1:
         raise ScheduleError(f"add_offload(every={every}); the least is 1, every micro-batch")
@@ -99,10 +99,10 @@ def add_transfers(
     treats all alike.
 
     SEND_F follows F and SEND_B follows I or B at once. RECV (post the receive) stands as early as
-    one of the channel's `slots` is free: where the message `slots` before it had its last reader, or
-    at the very start; in the sender's order on each channel. `slots` is a number for all channels or
-    one each, by default `slots_held(schedule)`. `recv_lead` = n keeps receives from other ranks
-    back: at most n steps ahead of their reader, and at most n pending while a step runs.
+    one of the channel's `slots` is free: behind the last reader of the message `slots` before it,
+    or at the very start; in the sender's order on each channel. `slots` is a number for all
+    channels or one each, by default `slots_held(schedule)`. `recv_lead` = n keeps receives from
+    other ranks back: at most n steps ahead of their reader, at most n pending while a step runs.
     Pairs are taken apart so that each half's message leaves when it is there, unless `fuse_pairs`.
     Raises ScheduleError where a receive would come after its reader for want of a slot.
     """
@@ -126,8 +126,8 @@ def add_transfers(
 
 
 def add_frees(schedule: Schedule) -> Schedule:
-    """Adds FREE_F and FREE_B after the last reader of each receive buffer (B, or W when the backward
-    is split), behind the sends that follow it: a gradient's way out comes first."""
+    """Adds FREE_F and FREE_B after the last reader of each receive buffer (B, or W where the
+    backward is split), behind the sends that follow it: a gradient's way out comes first."""
     if not schedule.kinds().isdisjoint((Kind.FREE_F, Kind.FREE_B)):
         raise ScheduleError("the order has its frees already; add_frees takes one without")
     last_stage = schedule.num_stages - 1
@@ -186,8 +186,8 @@ def _place_receives(
             gap, reader = min(gap, earliest[k]), min(reader, taken)
             if gap > taken:
                 raise ScheduleError(
-                    f"rank {rank}, step {taken}: {order[taken]} needs micro-batch {sent[k]} while all"
-                    f" {num_slots} slots for {edge} are held; {channel.slots_held} are enough"
+                    f"rank {rank}, step {taken}: {order[taken]} needs micro-batch {sent[k]} while"
+                    f" all {num_slots} slots for {edge} are held; {channel.slots_held} are enough"
                 )
             kind = Kind.RECV_F if edge.kind == "F" else Kind.RECV_B
             placed[gap].append((reader, number, k, Op(edge.dst_stage, kind, sent[k])))
@@ -285,7 +285,7 @@ def _past_sends(order: Sequence[Step], i: int) -> int:
 def _insert(
     order: tuple[Step, ...], before: Mapping[int, list[Step]], after: Mapping[int, list[Step]]
 ) -> list[Step]:
-    """The order with the steps `before[i]` and `after[i]` around step i; `before[len]` at the end."""
+    """The order with the steps `before[i]` and `after[i]` around step i."""
     result: list[Step] = []
     for i, step in enumerate(order):
         result += before.get(i, ())

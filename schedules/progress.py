@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ppruntime.schedules.ops import Kind, Op, Schedule, Step, ops_of
+from ppruntime.schedules.counts import Edge, crosses_ranks, num_transfers
+from ppruntime.schedules.ops import Kind, Op, Schedule, ScheduleError, Step, ops_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class _Action(NamedTuple):
 def stalled(
     schedule: Schedule,
     *,
-    slots: int | Mapping[tuple[int, int, str], int] | None = None,
+    slots: int | Mapping[Edge, int] | None = None,
     fuse_pairs: bool = False,
 ) -> tuple[Wait, ...]:
     """The waits of the ranks that never get to their end, in rank order; empty if all do.
@@ -93,6 +94,31 @@ def stalled(
     )
 
 
+def slots_needed(schedule: Schedule) -> int:
+    """The smallest number of receive buffers per channel with which the order cannot hang, however
+    slow or fast the ranks are; 0 if no two ranks talk.
+
+    The model: a rank that sends waits while the channel holds that many messages which the receiver
+    has not begun to read. Raises ScheduleError for an order that hangs with any number.
+    """
+    if num_transfers(schedule) == 0:
+        return 0
+    if stalled(schedule):
+        raise ScheduleError(
+            f"{schedule.name} hangs with any number of slots; check(schedule) shows where"
+        )
+    too_few, enough = 0, 1
+    while stalled(schedule, slots=enough):  # ends: num_micro_batches slots never fill
+        too_few, enough = enough, 2 * enough
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if stalled(schedule, slots=middle):
+            too_few = middle
+        else:
+            enough = middle
+    return enough
+
+
 def _advance(program: list[_Action], at: list[int], rank: int) -> int | None:
     """Runs one rank until its end or until it has to wait; the rank it waits for, if any."""
     for position in range(at[rank], len(program)):
@@ -114,22 +140,20 @@ def _advance(program: list[_Action], at: list[int], rank: int) -> int | None:
     return None
 
 
-def _ends(
-    schedule: Schedule, slots: int | Mapping[tuple[int, int, str], int] | None
-) -> list[_Ends]:
+def _ends(schedule: Schedule, slots: int | Mapping[Edge, int] | None) -> list[_Ends]:
     """One entry a stage."""
     ranks = schedule.stage_to_rank
 
-    def channel(src: int, dst: int, kind: str) -> _Channel:
-        capacity = slots[src, dst, kind] if isinstance(slots, Mapping) else slots
-        if ranks[src] == ranks[dst]:
+    def channel(edge: Edge) -> _Channel:
+        capacity = slots[edge] if isinstance(slots, Mapping) else slots
+        if not crosses_ranks(schedule, edge):
             capacity = None  # handed over by reference
         arrived = bytearray(schedule.num_micro_batches)
-        return _Channel(ranks[src], ranks[dst], arrived, capacity)
+        return _Channel(ranks[edge.src_stage], ranks[edge.dst_stage], arrived, capacity)
 
     hops = range(schedule.num_stages - 1)
-    up = [None, *(channel(s, s + 1, "F") for s in hops), None]
-    down = [None, *(channel(s + 1, s, "B") for s in hops), None]
+    up = [None, *(channel(Edge(s, s + 1, "F")) for s in hops), None]
+    down = [None, *(channel(Edge(s + 1, s, "B")) for s in hops), None]
     return [_Ends(up[s], up[s + 1], down[s + 1], down[s]) for s in range(schedule.num_stages)]
 
 
@@ -151,12 +175,12 @@ def _program(
 
 
 def _actions(i: int, op: Op, ends: _Ends, has_sends: bool, has_frees: bool) -> list[_Action]:
-    """A computation, and its send where the order has no ops for that; or what a lowered op does."""
+    """A computation, and its send where the order has no ops for that; or a lowered op's part."""
     kind = op.kind
     if kind is Kind.F or kind is Kind.B or kind is Kind.I:
-        source, sink = (
-            (ends.up_in, ends.up_out) if kind is Kind.F else (ends.down_in, ends.down_out)
-        )
+        forward = kind is Kind.F
+        source = ends.up_in if forward else ends.down_in
+        sink = ends.up_out if forward else ends.down_out
         actions = [_Action(i, op, source, None if has_frees else source, None)]
         if sink is not None and not has_sends:
             actions.append(_Action(i, op, None, None, sink))

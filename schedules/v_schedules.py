@@ -2,8 +2,8 @@
 activations of 1F1B.
 
 Both repeat one building block every six slots, a slot being one F, I or W of a chunk. The block's
-offsets decide how long an activation lives; the rest is packing: weight gradients go into free slots,
-then the ends of the order are pulled together.
+offsets decide how long an activation lives; the rest is packing: weight gradients go into free
+slots, then the ends of the order are pulled together.
 Source: Qi et al., Pipeline Parallelism with Controllable Memory (2024), sections 3 and 4.
 """
 
@@ -130,8 +130,8 @@ class _Table:
         return 1 + max((self.slot_of[need] for need in needs), default=-1)
 
     def pull_earlier(self, ops: list[Op], cap: int) -> None:
-        """Moves each op, in turn, to the first free slot that it may have and at which no rank holds
-        more than `cap` activations."""
+        """Moves each op, in turn, to the first free slot that it may have and at which its rank
+        holds no more than `cap` activations."""
         held = [self.in_flight(rank) for rank in range(self.num_ranks)]
         for op in ops:
             rank, now = self.rank_of(op), self.slot_of[op]
@@ -149,8 +149,8 @@ class _Table:
                 break
 
     def repack_cool_down(self, num_micro_batches: int) -> None:
-        """Behind the last forward of each rank: gradients for inputs as early as they can be, then the
-        weight gradients in the slots that are left. No forward follows, so nothing more is held."""
+        """Behind each rank's last forward: gradients for inputs as early as they can be, then the
+        weight gradients in the slots that are left. No forward follows: nothing more is held."""
         cool_down: list[Op] = []
         for rank in range(self.num_ranks):
             last = Op(2 * self.num_ranks - 1 - rank, Kind.F, num_micro_batches - 1)

@@ -1,8 +1,8 @@
 """Orders with the backward split so that weight gradients fill what would be waiting time.
 
 ZB-H1, ZB-H2 (one chunk), interleaved ZB1P (several) and ZB-V (two in a V).
-Source: Qi et al., Zero Bubble Pipeline Parallelism (2023) and Pipeline Parallelism with Controllable
-Memory (2024); the papers write B for our I.
+Sources: Qi et al., Zero Bubble Pipeline Parallelism (2023); for ZB-V also Pipeline Parallelism with
+Controllable Memory (2024). The papers write B for our I.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def zb_h1(rank: int, num_ranks: int, num_micro_batches: int) -> list[Op]:
 
 
 def zb_h2(rank: int, num_ranks: int, num_micro_batches: int) -> list[Op]:
-    """ZB-H1 with twice the warm-up and twice the delay: at most 2 P - 1 in flight on every rank, and
-    with F = I = W no bubble but the ranks' different starts and ends."""
+    """ZB-H1 with twice the warm-up and twice the delay: at most 2 P - 1 in flight on every rank,
+    and with F = I = W no bubble but the ranks' different starts and ends."""
     order = one_f_one_b(rank, num_micro_batches, 2 * (num_ranks - 1 - rank))
     return delay_weights(order, 2 * rank)
 
@@ -31,7 +31,7 @@ def zb_h2(rank: int, num_ranks: int, num_micro_batches: int) -> list[Op]:
 def interleaved_zb1p(
     rank: int, num_ranks: int, stages_per_rank: int, num_micro_batches: int
 ) -> list[Op]:
-    """ZB-H1 over `stages_per_rank` chunks in loop placement: at most P V chunk activations in flight.
+    """ZB-H1 over `stages_per_rank` chunks in loop placement: at most P V chunk activations held.
 
     `num_micro_batches` has to be a multiple of `num_ranks` when there are several chunks.
     """
