@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -76,26 +76,30 @@ class GlooTransport:
         self._links: dict[int, _Link] = {}
         self._outboxes: dict[int, _Outbox] = {}
         self._inboxes: dict[int, _Inbox] = {}
-        # All ranks connect in one order: links by their ranks, then channels by id. Whichever of
-        # the unfinished ones is first in that order, both its ends have come to it, so there is no
-        # cycle.
-        peers = {c.src_rank + c.dst_rank - rank for c in mine}
+        try:
+            self._connect_all(mine)
+        except TransportError:
+            self.close()
+            raise
+
+    def _connect_all(self, channels: Sequence[Channel]) -> None:
+        # All ranks connect in one order: links by their ranks, then channels by id. Both ends of
+        # the first one that is not connected yet have come to it, so they never wait in a cycle.
+        rank = self._rank
+        peers = {c.src_rank + c.dst_rank - rank for c in channels}
         for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in peers):
             peer = low + high - rank
             connection = self._connect(f"link {low} {high}", peer, is_first=rank == low)
             self._links[peer] = _Link(peer, connection, self._end)
-        for channel in mine:
+        for channel in channels:
             is_source = channel.src_rank == rank
             peer = channel.dst_rank if is_source else channel.src_rank
             connection = self._connect(f"channel {channel.id}", peer, is_first=is_source)
+            parts = (channel, connection, self._links[peer], self._end)
             if is_source:
-                self._outboxes[channel.id] = _Outbox(
-                    channel, connection, self._links[peer], self._end
-                )
+                self._outboxes[channel.id] = _Outbox(*parts)
             else:
-                self._inboxes[channel.id] = _Inbox(
-                    channel, connection, self._links[peer], self._end
-                )
+                self._inboxes[channel.id] = _Inbox(*parts)
 
     def post(self, channel: Channel, micro_batch: int) -> None:
         self._ledger.post(channel, micro_batch)
@@ -143,16 +147,20 @@ class GlooTransport:
         self._end(f"the transport of rank {self._rank} is closed", orderly=True)
         for box in self._boxes():
             box.stop()
+        self._close_connections()  # of a transport that ended while it was being opened
         for part in (*self._boxes(), *self._links.values()):
             part.thread.join(_JOIN_SECONDS)
 
     def _boxes(self) -> list[_Outbox | _Inbox]:
         return [*self._outboxes.values(), *self._inboxes.values()]
 
+    def _close_connections(self) -> None:
+        for part in (*self._links.values(), *self._boxes()):
+            part.connection.close()
+
     def _connect(self, name: str, peer: int, *, is_first: bool) -> _Connection:
         try:
-            # Made here rather than by new_group: needs no default group, involves the two ranks
-            # only.
+            # Not by new_group: this needs no default group and involves the two ranks alone.
             group = ProcessGroupGloo(
                 PrefixStore(name, self._store),
                 0 if is_first else 1,
@@ -160,16 +168,20 @@ class GlooTransport:
                 timedelta(seconds=self._timeout_seconds),
             )
         except RuntimeError as error:
-            self.abort(f"{name} to rank {peer} could not be opened")
-            raise TransportError(
+            if peer in self._links:
+                self._links[peer].news_came.wait(_NOTICE_SECONDS)
+            if self._ledger.ended is not None:
+                raise TransportError(f"{name} cannot be opened: {self._ledger.ended}") from error
+            reason = (
                 f"{name}: rank {self._rank} could not connect to rank {peer} within"
-                f" {self._timeout_seconds} s ({error}); see why rank {peer} did not open its"
-                " transport"
-            ) from error
+                f" {self._timeout_seconds} s; see why rank {peer} did not open its transport"
+            )
+            self.abort(reason)
+            raise TransportError(reason) from error
         # torch's stubs lack the two methods that the group has.
         return _Connection(cast(ProcessGroup, group), 1 if is_first else 0)
 
-    def _raise(self, channel: Channel, micro_batch: int, what: str) -> None:
+    def _raise(self, channel: Channel, micro_batch: int, what: str) -> NoReturn:
         """Raises because of `what`, unless the transport has ended before for another reason."""
         self._ledger.check_alive(channel, micro_batch)
         reason = f"{channel}: micro-batch {micro_batch} {what}"
@@ -177,19 +189,22 @@ class GlooTransport:
         raise TransportError(reason)
 
     def _end(self, reason: str, *, orderly: bool = False) -> None:
-        """Ends all transfers and tells the peers, on whichever thread; the first reason stays."""
+        """Ends all transfers and tells the peers, on whichever thread; the first reason stays.
+
+        Returns once all peers are told, also where another thread tells them.
+        """
         with self._ending:
             if not self._ledger.end(reason):
                 return
-        for inbox in self._inboxes.values():
-            inbox.arrived.put(False)
-        for outbox in self._outboxes.values():
-            outbox.left.put(False)
-        # The notices first: a peer that sees a connection break then knows why.
-        for link in self._links.values():
-            link.notify("" if orderly else reason)
-        for part in (*self._links.values(), *self._boxes()):
-            part.connection.close()
+            # Copies of the lists: a peer may end while the host thread connects to others.
+            for inbox in list(self._inboxes.values()):
+                inbox.arrived.put(False)
+            for outbox in list(self._outboxes.values()):
+                outbox.left.put(False)
+            # The notices first: a peer that sees a connection break then knows why.
+            for link in list(self._links.values()):
+                link.notify("" if orderly else reason)
+            self._close_connections()
 
 
 def open(

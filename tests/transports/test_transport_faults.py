@@ -12,7 +12,7 @@ import torch
 from torch.distributed import TCPStore
 from transport_cases import payload, process_opener, run_scenario
 
-from ppruntime.transports import open_transport
+from ppruntime.transports import open_transport, p2p
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
 
 LIMIT_SECONDS = 30.0
@@ -240,6 +240,34 @@ def test_a_rank_that_does_not_open_its_transport_is_named_on_all_others(rank_out
         message, seconds = outcome.value
         assert "rank 1 did not come to opening the transport within 1.0 s" in message
         assert seconds < SOON_SECONDS
+
+
+def _never_connects(rank):
+    channels = _chain(3)
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    if rank == 2:  # came to the agreement, then vanished before it connected
+        return None
+
+    def work():
+        transport = p2p.open(
+            channels,
+            rank,
+            device=torch.device("cpu"),
+            timeout_seconds=2.0,
+            store=store,
+            options={},
+        )
+        transport.send(channels[0], 0, payload(channels[0], 0, 0))
+        transport.step_end()
+
+    return _caught(work)
+
+
+def test_a_rank_that_vanishes_before_it_connects_is_named_on_all_others(rank_outcomes):
+    for outcome in rank_outcomes(3, _never_connects)[:2]:
+        message, seconds = outcome.value
+        assert "rank 1 could not connect to rank 2 within 2.0 s" in message
+        assert seconds < 2.0 + SOON_SECONDS
 
 
 # The ranks disagree
