@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from whole_model import build_units, random_batch
@@ -20,6 +20,7 @@ from ppruntime.models.units import AttentionUnit
 
 DIMS = replace(preset("tiny-v4"), num_layers=3, compress_ratios=(0, 4, 8), hca_ratio=8, window=5)
 ROLES = (Role.SWA, Role.CSA, Role.HCA)
+A_QUARTER = settings(max_examples=settings.default.max_examples // 4)
 SOME_DOCUMENTS = st.lists(st.integers(1, 30), min_size=1, max_size=5)
 
 
@@ -48,6 +49,7 @@ def outputs(attention, x, batch):
 
 
 @pytest.mark.parametrize("role", ROLES)
+@A_QUARTER
 @given(lengths=SOME_DOCUMENTS)
 def test_a_packed_document_is_treated_as_if_it_were_alone(role, lengths):
     attention = attention_of(role)
@@ -60,6 +62,7 @@ def test_a_packed_document_is_treated_as_if_it_were_alone(role, lengths):
 
 
 @pytest.mark.parametrize("role", ROLES)
+@A_QUARTER
 @given(lengths=SOME_DOCUMENTS, data=st.data())
 def test_no_output_depends_on_later_tokens_or_other_documents(role, lengths, data):
     attention = attention_of(role)
@@ -123,7 +126,7 @@ def naive_entries(compressor, x_TD, rope):
     return torch.stack(entries)
 
 
-@pytest.mark.parametrize("role", (Role.CSA, Role.HCA))
+@pytest.mark.parametrize("role", [Role.CSA, Role.HCA])
 def test_an_entry_is_a_softmax_weighted_sum_over_its_group_and_for_csa_the_one_before(role):
     attention = attention_of(role)
     x = random_input(18)
