@@ -45,6 +45,9 @@ class Kind(Enum):
     RELOAD = "RELOAD"
     """Starts bringing them back."""
 
+    # By identity, as enums compare. Enum's own hashes the name, in Python: 2x on sets of ops.
+    __hash__ = object.__hash__
+
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 
