@@ -1,10 +1,10 @@
 """A CUDA driver simulated on the CPU: what `copy_engine` and `put` ask of streams, events, stream
 memory operations, peer memory and NCCL's one-sided calls, with the asynchrony that matters.
 
-Every stream is a thread that works off its queue, so work runs late, streams overtake each other and
-a wait holds its stream alone. Ranks are threads of one process; a rank's memory is a memfd that its
-peer maps a second time, handed over through the real sockets. Nothing of our own code is replaced
-but the two classes that call C: `Driver` and `Nccl`.
+Every stream is a thread that works off its queue, so work runs late, streams overtake each other
+and a wait holds its stream alone. Ranks are threads of one process; a rank's memory is a memfd that
+its peer maps a second time, handed over through the real sockets. Nothing of our own code is
+replaced but what calls C: `Driver`, `Nccl` and the mapping of memory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import queue
 import random
 import threading
 import time
-from collections import defaultdict
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
 
-from ppruntime.transports import copy_engine, meeting, peer_memory, put
-from ppruntime.transports import device as device_module
+from ppruntime.transports import copy_engine, meeting, put
 from ppruntime.transports import driver as driver_module
 
 _HERE = threading.local()
@@ -34,7 +33,7 @@ _LAG = random.Random(5)
 class Stream:
     """Works off closures in order, each a little late. Handles count from 1."""
 
-    by_handle: dict[int, Stream] = {}
+    by_handle: ClassVar[dict[int, Stream]] = {}
     _handles = itertools.count(1)
 
     def __init__(self, device=None, **_):
@@ -172,8 +171,8 @@ class Nccl:
     version, where = 23203, "simulated"
     _lock = threading.Lock()
     _ids = itertools.count(1)
-    _meetings: dict[int, dict] = {}
-    _comms: dict[int, SimpleNamespace] = {}
+    _meetings: ClassVar[dict[int, dict]] = {}
+    _comms: ClassVar[dict[int, SimpleNamespace]] = {}
 
     def unique_id(self):
         return next(self._ids).to_bytes(128, "little")
@@ -283,4 +282,3 @@ def install(monkeypatch):
     )
     monkeypatch.setattr(put.nccl_api, "load", lambda path=None: Nccl())
     monkeypatch.setattr(meeting, "checked_device", lambda kind, device: device)
-    assert device_module and peer_memory

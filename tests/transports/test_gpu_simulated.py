@@ -9,6 +9,7 @@ import time
 import pytest
 import simulated_cuda
 import torch
+from gpu_cases import in_turn_order
 from torch.distributed import HashStore, PrefixStore
 from transport_cases import assert_same_bits, payload, pipeline_channels, poison
 
@@ -54,32 +55,6 @@ def _run(kind, channels, function, num_ranks=2, timeout_seconds=20.0, **options)
     return [results[r] for r in range(num_ranks)]
 
 
-def _in_turn(channels, num_messages, rng):
-    """Legal calls of each rank for one step, slots released in the order of the posts."""
-    state = {c.id: dict.fromkeys(("post", "send", "take", "release"), 0) for c in channels}
-    orders = {r: [] for c in channels for r in (c.src_rank, c.dst_rank)}
-    while True:
-        legal = []
-        for c in channels:
-            s, total = state[c.id], num_messages[c.id]
-            if s["post"] < total and s["post"] - s["release"] < c.slots:
-                legal.append((c, "post"))
-            if s["send"] < total:
-                legal.append((c, "send"))
-            if s["take"] < min(s["post"], s["send"]):
-                legal.append((c, "take"))
-            if s["release"] < s["take"]:
-                legal.append((c, "release"))
-        if not legal:
-            return orders
-        channel, name = rng.choice(legal)
-        micro_batch = state[channel.id][name]
-        state[channel.id][name] += 1
-        orders[channel.src_rank if name == "send" else channel.dst_rank].append(
-            (name, channel, micro_batch)
-        )
-
-
 def _play(transport, calls, seed):
     """Makes the calls; a reader on the current stream compares and poisons, as late as it likes."""
     held, checks = {}, []
@@ -123,7 +98,7 @@ def test_messages_arrive_bitwise_and_slots_are_safe_however_streams_overtake(kin
         rng = random.Random(seed)
         channels = pipeline_channels(stage_to_rank, rng)
         counts = {c.id: rng.randint(1, 8) for c in channels}
-        orders = [_in_turn(channels, counts, rng) for _ in range(2)]
+        orders = [in_turn_order(channels, counts, rng) for _ in range(2)]
 
         def run(rank, transport, orders=orders, seed=seed):
             for step, order in enumerate(orders):
