@@ -1,14 +1,15 @@
 """Checkpoints: a committed directory is complete and verified, or it is not loaded.
 
     ckpt/step-00000010/
-        shard-00001-model-00001-of-00001.safetensors   what rank 0 wrote; one file a rank
+        shard-00001-model-00001-of-00001.safetensors   what rank 0 wrote
         state.json      step, data cursor, layout, versions (`TrainingState`)
         manifest.json   size and sha256 of each file (`Manifest`); its presence is the commit
 
 Tensors are keyed by the model's full parameter names, so any other cut, placement or number of
 ranks can load them: each rank asks for the names it holds. Sharded (FSDP2) tensors are stored as
 shards and are put together or cut anew while loading. The bytes are moved by torch's distributed
-checkpoint with its safetensors storage; nothing in a checkpoint is ever unpickled.
+checkpoint with its safetensors storage; nothing in a checkpoint is ever unpickled. (While a save
+is planned, torch sends lists of names and shapes between the ranks of the job as pickles.)
 
 No random state is stored, for training draws nothing: there is no dropout, initial weights depend
 on (seed, name), and the data order on (seed, cursor).
@@ -61,6 +62,9 @@ from ppruntime.messages import broadcast_bytes, collective_device, first_complai
 _SPARE = 1.1
 """Free space a save wants, as a multiple of its tensors' bytes."""
 
+_FILE_BYTES = 4 << 30
+"""Tensors of one file, about: a file is put together in host memory before it is written."""
+
 T = TypeVar("T")
 
 
@@ -76,7 +80,7 @@ def save(
 
     `tensors` are this rank's, by full name; a name on several ranks is stored once, a DTensor as
     its shards. They must not change until this returns. A collective of `group`, whose ranks all
-    see `folder`; None: this process saves alone. The host needs memory for a copy of its tensors.
+    see `folder`; None: this process saves alone.
 
     Raises CheckpointError on every rank, with the folder as it was, if a rank fails, the disk has
     too little room, or the step was saved before.
@@ -133,16 +137,34 @@ def load(
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """One safetensors file a rank; remembers the names of the files it wrote."""
+    """Each rank writes its tensors to files of its own; remembers the names of those it wrote."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path), save_distributed=True)
         self.written: tuple[str, ...] = ()
 
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans = super().prepare_global_plan(plans)
+        for plan in plans:
+            plan.storage_data["fqn_to_index_mapping"] = _file_of_each(plan)
+        return plans
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = super().write_data(plan, planner)
         self.written = tuple(sorted({r.storage_data.relative_path for r in results.value()}))
         return results
+
+
+def _file_of_each(plan: SavePlan) -> dict[str, int]:
+    """Tensors in order, to files numbered from 1: the next one begins where one is full."""
+    files: dict[str, int] = {}
+    total = 0
+    for item in plan.items:
+        files[item.index.fqn] = 1 + total // _FILE_BYTES
+        if item.tensor_data is not None:
+            itemsize = item.tensor_data.properties.dtype.itemsize
+            total += item.tensor_data.chunk.sizes.numel() * itemsize
+    return files
 
 
 class _Planner(DefaultSavePlanner):
@@ -209,10 +231,13 @@ def _gather_entries(
 
 def _prune(folder: Path, keep_last: int) -> None:
     """Deletes what is too old. Renamed first, so that no half-deleted one looks committed."""
-    for path in find(folder).committed[:-keep_last]:
-        path.rename(folder / f".old-{path.name}-{uuid.uuid4().hex[:12]}")
-    for path in folder.glob(".old-*"):
-        shutil.rmtree(path, ignore_errors=True)
+    try:
+        for path in find(folder).committed[:-keep_last]:
+            path.rename(folder / f".old-{path.name}-{uuid.uuid4().hex[:12]}")
+        for path in folder.glob(".old-*"):
+            shutil.rmtree(path)
+    except OSError as error:  # the new one is safe, and the next save tries again
+        warnings.warn(f"an old checkpoint was not deleted: {error}", RuntimeWarning, stacklevel=3)
 
 
 # --- loading -------------------------------------------------------------------------------------

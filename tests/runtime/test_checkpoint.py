@@ -12,13 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ppruntime import checkpoint, manifest
 from ppruntime.checkpoint import load, save
 from ppruntime.manifest import CheckpointError, TrainingState, check_files, find, read_state
 from ppruntime.messages import first_complaint, gather_bytes
+from ppruntime.optim import make_adamw, state_tensors
 
 SHAPES = {
     **{f"layers.{i}.attn.w": ((5 + i, 4), torch.float32) for i in range(6)},
@@ -26,6 +30,7 @@ SHAPES = {
     **{f"optim.step.layers.{i}.attn.w": ((), torch.float32) for i in range(6)},
     **{f"layers.{i}.mlp.gate.bias": ((3,), torch.bfloat16) for i in range(6)},
     "embed.weight": ((9, 4), torch.float32),
+    "layers.0.row": ((1, 4), torch.float32),
     "layers.0.engram.counts": ((2, 2), torch.int64),
 }
 
@@ -131,6 +136,57 @@ def test_shards_of_two_data_ranks_load_whole_and_over_three(run_ranks, tmp_path)
     _assert_equal(tensors)
     for tensors in run_ranks(3, _load_shards, 3, path):
         _assert_equal(tensors)
+
+
+class _Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.wide, self.tall = nn.Linear(4, 5), nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.tall(self.wide(x))
+
+
+def _trained(model):
+    params = dict(model.named_parameters())
+    optimizer = make_adamw(params, lr=0.1)
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**params, **state_tensors(optimizer, params)}
+
+
+def _save_fsdp(rank, folder):
+    dist.init_process_group("gloo")
+    model = _Layers()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    save(folder, _trained(model), _state(2), group=dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def test_fsdp_weights_and_moments_load_in_one_process(run_ranks, tmp_path):
+    run_ranks(2, _save_fsdp, tmp_path)
+    wanted = _trained(_Layers())
+    tensors = {name: torch.full_like(tensor, 9).detach() for name, tensor in wanted.items()}
+    load(find(tmp_path).latest, tensors, group=None)
+    assert len(tensors) == 4 * (1 + 3)
+    for name, tensor in tensors.items():
+        # Both data ranks saw the same batch, so their mean gradient is that of one process.
+        torch.testing.assert_close(tensor, wanted[name].detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_large_shares_are_written_as_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_FILE_BYTES", 256)
+    path = save(tmp_path, _tensors(), _state(1), group=None)
+    files = sorted(path.glob("*.safetensors"))
+    assert len(files) > 3
+    with safe_open(files[0], "pt") as first:
+        assert 1 <= len(first.keys()) < len(SHAPES)
+    tensors = _empty()
+    load(path, tensors, group=None)
+    _assert_equal(tensors)
 
 
 # --- damage --------------------------------------------------------------------------------------
@@ -463,6 +519,22 @@ def test_only_the_newest_are_kept_and_only_after_the_new_one_is_there(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
     with pytest.raises(ValueError, match="keep at least 2"):
         save(tmp_path, {}, _state(6), group=None, keep_last=1)
+
+
+def test_an_old_one_that_cannot_be_deleted_is_told_and_costs_nothing(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, _tensors(step=step), _state(step), group=None)
+
+    def busy(path):
+        raise OSError(16, "Device or resource busy", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", busy)
+        with pytest.warns(RuntimeWarning, match=r"not deleted: .*busy"):
+            save(tmp_path, _tensors(step=3), _state(3), group=None, keep_last=2)
+    assert len(find(tmp_path).committed) == 2
+    save(tmp_path, _tensors(step=4), _state(4), group=None, keep_last=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
 
 def test_what_was_not_committed_is_never_the_latest_and_is_reported(tmp_path, saved):
