@@ -14,6 +14,7 @@ from ppruntime import __version__
 app = App(
     name="ppruntime",
     version=__version__,
+    help_format="plaintext",  # the others load a markup parser, which takes longer than all else
     help="""Pipeline-parallel training of DeepSeek-V4.1-Flash and V4-Flash.
 
     A run is a TOML file. Look at it with: ppruntime plan launch/configs/tiny.toml
@@ -60,9 +61,10 @@ def plan(*arguments: Argument, json: bool = False) -> int:
         Print one JSON object instead of a table.
     """
     from ppruntime.config import load
-    from ppruntime.plan_report import plan_json, plan_text
 
     config = load(*_files_and_overrides(arguments))
+    from ppruntime.plan_report import plan_json, plan_text
+
     print(plan_json(config) if json else plan_text(config))
     return 0
 
@@ -73,6 +75,29 @@ def config(*arguments: Argument) -> int:
     from ppruntime.config import dumps, load
 
     print(dumps(load(*_files_and_overrides(arguments))), end="")
+    return 0
+
+
+@app.command
+def keys(*names: str) -> int:
+    """Prints what config keys mean, what they take and their defaults.
+
+    Parameters
+    ----------
+    names
+        Keys such as pp.size, or sections such as pp; by default all.
+    """
+    from ppruntime.config_errors import ConfigError, did_you_mean
+    from ppruntime.config_help import key_helps
+
+    helps = key_helps()
+    for name in names:
+        if not any(help.name == name or help.name.startswith(f"{name}.") for help in helps):
+            hint = did_you_mean(name, [help.name for help in helps])
+            raise ConfigError(f"{name} is neither a key nor a section{hint}")
+    for help in helps:
+        if not names or any(f"{help.name}.".startswith(f"{name}.") for name in names):
+            print(help)
     return 0
 
 
@@ -87,8 +112,10 @@ def build(
 ) -> int:
     """Writes PREFIX.bin and PREFIX.idx from texts.
 
-    A folder stands for its files. A .jsonl file holds a document a line, {"text": ...} or
-    {"prompt": ..., "completion": ...}; of the latter only the completion is learnt.
+    A folder stands for its files. A .jsonl file holds a document a line:
+
+        {"text": "..."}, or {"prompt": "...", "completion": "..."} of which only the
+        completion is learnt.
 
     Parameters
     ----------

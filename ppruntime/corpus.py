@@ -13,7 +13,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from ppruntime.token_file import DataError, Document, Vocabulary, write
+from ppruntime.token_file import DataError
+from ppruntime.token_writer import Document, Vocabulary, write
 from ppruntime.tokenizer import ByteTokenizer, Tokenizer
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}

@@ -1,4 +1,4 @@
-"""Token files: ids of whole documents on disk, memory-mapped. Start at `TokenFile` and `write`.
+"""Token files: ids of whole documents on disk, memory-mapped. Start at `TokenFile.open`.
 
 The format is Megatron's, so that its files can be read and it can read ours:
 
@@ -17,12 +17,10 @@ import hashlib
 import mmap
 import os
 import struct
-from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -30,11 +28,10 @@ from numpy.typing import NDArray
 
 Integers: TypeAlias = NDArray[np.int64]
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_VERSION = 1
-_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, document bounds
-_TYPE_OF_CODE = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_CODE_OF_TYPE = {name: code for code, name in _TYPE_OF_CODE.items()}
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, document bounds
+TYPE_OF_CODE = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _BLOCK_TOKENS = 1 << 22
 
 
@@ -103,17 +100,17 @@ class TokenFile:
                 "truncated or belongs to another index"
             )
         maps = [tokens]
-        if _with(prefix, "mask").exists():
+        if part_path(prefix, "mask").exists():
             maps.append(_map(prefix, "mask"))
             if len(maps[1].content) != size:
                 raise DataError(
                     f"{maps[1].path}: {len(maps[1].content)} bytes, wanted one for each of the "
                     f"{size} tokens; build the file anew"
                 )
-        info = _read_info(_with(prefix, "json"))
+        info = _read_info(part_path(prefix, "json"))
         if info is not None and (info.num_tokens, info.num_documents) != (size, len(starts) - 1):
             raise DataError(
-                f"{_with(prefix, 'json')}: speaks of {info.num_tokens} tokens in "
+                f"{part_path(prefix, 'json')}: speaks of {info.num_tokens} tokens in "
                 f"{info.num_documents} documents, the index of {size} in {len(starts) - 1}; build "
                 "the file anew"
             )
@@ -138,7 +135,7 @@ class TokenFile:
     def fingerprint(self) -> str:
         """16 hex digits that tell this data from other data: from the index, the sizes, and the
         checksums of PREFIX.json if it is there. Does not read the ids."""
-        digest = hashlib.sha256(_with(self.prefix, "idx").read_bytes())
+        digest = hashlib.sha256(part_path(self.prefix, "idx").read_bytes())
         sizes = [len(part.content) for part in self.maps]
         digest.update(repr((sizes, self.info.sha256 if self.info else {})).encode())
         return digest.hexdigest()[:16]
@@ -169,7 +166,7 @@ class TokenFile:
     def wrong_id(self, at: int, vocab_size: int) -> DataError:
         """The error for the id at `at`, which a vocabulary lacks."""
         return DataError(
-            f"{_with(self.prefix, 'bin')}: token {int(self.tokens[at])} at byte "
+            f"{part_path(self.prefix, 'bin')}: token {int(self.tokens[at])} at byte "
             f"{at * self.tokens.itemsize}, the vocabulary has ids 0 to {vocab_size - 1}; build "
             "the file with the model's tokenizer"
         )
@@ -181,8 +178,8 @@ class TokenFile:
             vocab_size = self.info.vocab_size if self.info else 1 << 31
         self.check_ids(vocab_size)
         for suffix, wanted in (self.info.sha256 if self.info else {}).items():
-            path = _with(self.prefix, suffix)
-            found = _checksum(path)
+            path = part_path(self.prefix, suffix)
+            found = checksum(path)
             if found != wanted:
                 raise DataError(
                     f"{path}: sha256 differs (want {wanted[:12]}..., got {found[:12]}...); build "
@@ -197,161 +194,23 @@ class TokenFile:
         return f"{what}, {self.tokens.dtype.name}{tokenizer}{share}"
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One document's ids, and which of them are to be learnt (None: all)."""
-
-    ids: Integers
-    learn: NDArray[np.bool_] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What the ids of a token file mean."""
-
-    tokenizer: str
-    size: int
-    sha256: str = ""
-    eod: int | None = None
-
-
-def write(
-    prefix: str | Path,
-    documents: Iterable[Document],
-    vocabulary: Vocabulary,
-    *,
-    if_exists: Literal["refuse", "replace", "keep"] = "refuse",
-) -> None:
-    """Writes a token file. Documents without ids are left out.
-
-    All or nothing: files are written beside their places and renamed, the index last, without which
-    there is no token file. With `keep`, several processes may write the same documents at once.
-    Raises DataError for ids outside the vocabulary, for no documents at all, and if it exists.
-    """
-    prefix = Path(prefix)
-    if if_exists == "keep" and _with(prefix, "idx").exists():
-        return
-    if if_exists == "refuse" and _with(prefix, "idx").exists():
-        raise DataError(f"{_with(prefix, 'idx')} exists; remove it or choose another prefix")
-    item_type = "<u1" if vocabulary.size <= 256 else "<u2" if vocabulary.size <= 65536 else "<i4"
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        temporary = {
-            suffix: stack.enter_context(_Temporary(_with(prefix, suffix)))
-            for suffix in ("bin", "mask", "idx", "json")
-        }
-        lengths, has_mask = _write_ids(
-            documents, vocabulary, item_type, temporary["bin"].file, temporary["mask"].file
-        )
-        if not lengths:
-            raise DataError(f"nothing to write to {prefix}: no document has a token")
-        _write_index(temporary["idx"].file, lengths, item_type)
-        kept = ["bin", "mask", "idx"] if has_mask else ["bin", "idx"]
-        info = TokenFileInfo(
-            tokenizer=vocabulary.tokenizer,
-            tokenizer_sha256=vocabulary.sha256,
-            vocab_size=vocabulary.size,
-            eod=vocabulary.eod,
-            num_tokens=sum(lengths),
-            num_documents=len(lengths),
-            sha256={suffix: temporary[suffix].checksum() for suffix in kept},
-        )
-        temporary["json"].file.write(msgspec.json.format(msgspec.json.encode(info)) + b"\n")
-        if if_exists == "replace":
-            for suffix in ("idx", "mask"):
-                _with(prefix, suffix).unlink(missing_ok=True)
-        for suffix in sorted([*kept, "json"], key=lambda s: s == "idx"):
-            temporary[suffix].commit()
-
-
-class _Temporary:
-    """A file that is written beside its place, and is gone unless it is committed."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.temporary = path.with_name(f".{path.name}.{os.getpid()}")
-
-    def __enter__(self) -> _Temporary:
-        self.file: BinaryIO = self.temporary.open("w+b")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-        self.temporary.unlink(missing_ok=True)
-
-    def checksum(self) -> str:
-        self.file.flush()
-        return _checksum(self.temporary)
-
-    def commit(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.temporary.rename(self.path)
-
-
-def _write_ids(
-    documents: Iterable[Document],
-    vocabulary: Vocabulary,
-    item_type: str,
-    ids_file: BinaryIO,
-    mask_file: BinaryIO,
-) -> tuple[list[int], bool]:
-    """Lengths of the documents written, and whether any has tokens that are not to be learnt."""
-    lengths: list[int] = []
-    has_mask = False
-    for document in documents:
-        ids, learn = document.ids, document.learn
-        if len(ids) == 0:
-            continue
-        if ids.min() < 0 or ids.max() >= vocabulary.size:
-            raise DataError(
-                f"document {len(lengths)} has ids {ids.min()} to {ids.max()}, the vocabulary of "
-                f"{vocabulary.tokenizer} ends at {vocabulary.size - 1}"
-            )
-        ids_file.write(ids.astype(item_type).tobytes())
-        to_learn = np.ones(len(ids), np.uint8) if learn is None else learn.astype(np.uint8)
-        mask_file.write(to_learn.tobytes())
-        has_mask |= learn is not None and not learn.all()
-        lengths.append(len(ids))
-    return lengths, has_mask
-
-
-def _write_index(file: BinaryIO, lengths: list[int], item_type: str) -> None:
-    """One sequence a document, as Megatron's own preprocessing does."""
-    sizes = np.asarray(lengths, np.int64)
-    if sizes.max() > np.iinfo(np.int32).max:
-        raise DataError(
-            f"document {sizes.argmax()} has {sizes.max()} tokens, the format ends at 2^31 - 1"
-        )
-    itemsize = np.dtype(item_type).itemsize
-    pointers = (np.cumsum(sizes) - sizes) * itemsize
-    file.write(
-        _HEADER.pack(_MAGIC, _VERSION, _CODE_OF_TYPE[item_type], len(lengths), len(lengths) + 1)
-    )
-    file.write(sizes.astype("<i4").tobytes())
-    file.write(pointers.astype("<i8").tobytes())
-    file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
-
-
 def parse_index(index: NDArray[np.uint8], path: Path) -> tuple[Integers, str]:
     """What the bytes of a PREFIX.idx say: where documents start in the tokens, with the end of the
     last, and the type of the ids. Raises DataError for whatever is not such an index."""
-    if len(index) < _HEADER.size:
+    if len(index) < HEADER.size:
         raise DataError(
-            f"{path}: {len(index)} bytes, a header has {_HEADER.size}; the file is truncated"
+            f"{path}: {len(index)} bytes, a header has {HEADER.size}; the file is truncated"
         )
-    magic, version, code, num_sequences, num_bounds = _HEADER.unpack(
-        index[: _HEADER.size].tobytes()
-    )
-    if magic != _MAGIC:
-        raise DataError(f"{path}: not the index of a token file, it does not begin with {_MAGIC!r}")
-    if version != _VERSION:
-        raise DataError(f"{path}: format version {version}, only {_VERSION} can be read")
-    if code not in _TYPE_OF_CODE:
+    magic, version, code, num_sequences, num_bounds = HEADER.unpack(index[: HEADER.size].tobytes())
+    if magic != MAGIC:
+        raise DataError(f"{path}: not the index of a token file, it does not begin with {MAGIC!r}")
+    if version != VERSION:
+        raise DataError(f"{path}: format version {version}, only {VERSION} can be read")
+    if code not in TYPE_OF_CODE:
         raise DataError(
-            f"{path}: type code {code} is no integer type; ids have {sorted(_TYPE_OF_CODE)}"
+            f"{path}: type code {code} is no integer type; ids have {sorted(TYPE_OF_CODE)}"
         )
-    wanted = _HEADER.size + 12 * num_sequences + 8 * num_bounds
+    wanted = HEADER.size + 12 * num_sequences + 8 * num_bounds
     # A multimodal index has one more byte for each sequence; what it says does not matter here.
     if len(index) not in (wanted, wanted + num_sequences):
         raise DataError(
@@ -361,7 +220,7 @@ def parse_index(index: NDArray[np.uint8], path: Path) -> tuple[Integers, str]:
         )
     if num_sequences == 0 or num_bounds < 2:
         raise DataError(f"{path}: holds no documents")
-    at = _HEADER.size
+    at = HEADER.size
     lengths = np.frombuffer(index, "<i4", num_sequences, at).astype(np.int64)
     pointers = np.frombuffer(index, "<i8", num_sequences, at + 4 * num_sequences)
     bounds = np.frombuffer(index, "<i8", num_bounds, at + 12 * num_sequences)
@@ -371,7 +230,7 @@ def parse_index(index: NDArray[np.uint8], path: Path) -> tuple[Integers, str]:
             f"{path}: sequence {at_sequence} has {lengths[at_sequence]} tokens, at least 1 wanted"
         )
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    expected = starts[:-1] * np.dtype(_TYPE_OF_CODE[code]).itemsize
+    expected = starts[:-1] * np.dtype(TYPE_OF_CODE[code]).itemsize
     if (pointers != expected).any():
         wrong = int((pointers != expected).argmax())
         raise DataError(
@@ -385,7 +244,7 @@ def parse_index(index: NDArray[np.uint8], path: Path) -> tuple[Integers, str]:
             "documents; "
             "the file is broken"
         )
-    return starts[bounds], _TYPE_OF_CODE[code]
+    return starts[bounds], TYPE_OF_CODE[code]
 
 
 def _read_info(path: Path) -> TokenFileInfo | None:
@@ -400,7 +259,7 @@ def _read_info(path: Path) -> TokenFileInfo | None:
 
 
 def _map(prefix: Path, suffix: str) -> _Map:
-    path = _with(prefix, suffix)
+    path = part_path(prefix, suffix)
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
@@ -415,10 +274,12 @@ def _map(prefix: Path, suffix: str) -> _Map:
     return _Map(path, memory, np.frombuffer(memory, np.uint8))
 
 
-def _with(prefix: Path, suffix: str) -> Path:
+def part_path(prefix: Path, suffix: str) -> Path:
+    """PREFIX.suffix."""
     return prefix.with_name(f"{prefix.name}.{suffix}")
 
 
-def _checksum(path: Path) -> str:
+def checksum(path: Path) -> str:
+    """SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppruntime.config import ConfigError, check_world_size, digest, dumps, flatten, load
+from ppruntime.config_help import key_helps
 
 CONFIGS = sorted((Path(__file__).parents[2] / "launch" / "configs").glob("*.toml"))
 
@@ -129,6 +130,17 @@ def test_digests_differ_just_when_a_value_does(write):
         )
     }
     assert len(digests) == 5
+
+
+def test_every_key_says_what_it_means_and_what_it_does_to_the_numbers(write):
+    helps = {help.name: help.text for help in key_helps()}
+    assert set(helps) == set(flatten(load([write(MINIMAL)])))
+    classes = ("bitwise", "summation order", "changes numerics", "no numerics")
+    for name, text in helps.items():
+        assert text.endswith("."), name
+        assert len(text) > 8, name
+        if not name.startswith("model."):  # a size always changes numerics
+            assert any(text.lower().count(word) for word in classes), name
 
 
 def test_flatten_names_every_key_once(write):

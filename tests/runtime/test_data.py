@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppruntime.config import load
-from ppruntime.data import Batches, MadeUpTokens, TokenSource, open_data, split_documents
+from ppruntime.data import Batches, open_data, split_documents
+from ppruntime.data_sources import MadeUpTokens, TokenSource
 from ppruntime.models.carry import IGNORED_LABEL
-from ppruntime.token_file import DataError, Document, TokenFile, Vocabulary, write
+from ppruntime.token_file import DataError, TokenFile
+from ppruntime.token_writer import Document, Vocabulary, write
 
 NO_TOKENS = np.empty(0, np.int64)
 
