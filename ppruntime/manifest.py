@@ -168,7 +168,8 @@ def check_files(
     """
     manifest = read_manifest(path)
     if verify != "off":
-        complaints = _stray_files(path, manifest)
+        _refuse_strays(path, manifest)
+        complaints: list[str] = []
         for i, entry in enumerate(manifest.files):
             hashed = verify == "full" and i % num_parts == part
             complaints += _complaints(path / entry.name, entry, hashed=hashed)
@@ -196,14 +197,12 @@ def _decode_state(path: Path) -> TrainingState:
     return state
 
 
-def _stray_files(path: Path, manifest: Manifest) -> list[str]:
+def _refuse_strays(path: Path, manifest: Manifest) -> None:
     # The reader takes all safetensors files that it finds: one too many is another tensor.
     known = {"manifest.json", *(entry.name for entry in manifest.files)}
-    return [
-        f"{file} is not in the manifest"
-        for file in sorted(path.iterdir())
-        if file.name not in known
-    ]
+    for file in sorted(path.iterdir()):
+        if file.name not in known:
+            raise CheckpointError(f"{file} is not in the manifest; move it out of the checkpoint")
 
 
 def _complaints(file: Path, entry: FileEntry, *, hashed: bool) -> list[str]:

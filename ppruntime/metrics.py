@@ -45,10 +45,11 @@ class StepMetrics:
     lr: float
     """Learning rate used in this step."""
     tokens_per_s: float
-    """Tokens of all ranks over the wall time since the step before."""
+    """Tokens of all ranks over `step_seconds`."""
     mfu: float | None
     """Share of peak FLOP/s by the 6ND rule; None where the peak is not known, as on a CPU."""
     step_seconds: float
+    """Wall time of the step on rank 0, without validation and saving."""
     tokens: int
     """Tokens since the run's beginning, over all ranks and starts."""
     val_loss: float | None = None

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from ppruntime.clocks import OpTimes
 from ppruntime.messages import collective_device, gather_bytes
 from ppruntime.schedules.costs import Costs
 from ppruntime.schedules.draw import Panel, chrome_trace, svg
@@ -32,23 +32,6 @@ _NS_PER_MS = 1e6
 
 class ProfilingError(RuntimeError):
     """The measured times of a step contradict each other."""
-
-
-class OpTimes(Protocol):
-    """What the executor measures of one op, in ns of one clock of this rank's."""
-
-    @property
-    def op(self) -> str: ...
-    @property
-    def start(self) -> int:
-        """The op's turn came."""
-
-    @property
-    def ready(self) -> int:
-        """What it reads was there; `start` where it reads nothing from another op's rank."""
-
-    @property
-    def end(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +155,7 @@ def _answer_pings(group: dist.ProcessGroup) -> ClockOffset:
 
 def gather_step(
     schedule: Schedule,
-    times: Sequence[OpTimes],
+    times: Sequence[OpTimes[int]],
     *,
     offset: ClockOffset,
     group: dist.ProcessGroup | None,
@@ -181,18 +164,26 @@ def gather_step(
 
     Raises ProfilingError where a rank's ops overlap or run backwards.
     """
-    mine = [(t.op, t.start - offset.ns, t.ready - offset.ns, t.end - offset.ns) for t in times]
-    parts = [
-        msgspec.json.decode(part, type=list[tuple[str, int, int, int]])
-        for part in gather_bytes(msgspec.json.encode(mine), group)
+    mine = [
+        OpTimes(t.op, t.start - offset.ns, t.ready - offset.ns, t.end - offset.ns) for t in times
     ]
-    first = min((start for part in parts for _, start, _, _ in part), default=0)
+    parts = gather_bytes(msgspec.json.encode(mine), group)
+    return measured_step(
+        schedule, [msgspec.json.decode(part, type=list[OpTimes[int]]) for part in parts]
+    )
+
+
+def measured_step(
+    schedule: Schedule, times_of_ranks: Sequence[Sequence[OpTimes[int]]]
+) -> MeasuredStep:
+    """A step from the times of all its ranks, in ns of one clock. Raises as `gather_step`."""
+    first = min((t.start for times in times_of_ranks for t in times), default=0)
     rows = tuple(
         tuple(
-            MeasuredOp(parse_op(op), start - first, ready - first, end - first)
-            for op, start, ready, end in part
+            MeasuredOp(parse_op(t.op), t.start - first, t.ready - first, t.end - first)
+            for t in times
         )
-        for part in parts
+        for times in times_of_ranks
     )
     for rank, row in enumerate(rows):
         _check_row(rank, row)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
 from xml.etree import ElementTree
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from pipelines import run_local, toy_stages
+from toy_units import micro_batches
 
 from ppruntime import profiling
+from ppruntime.clocks import OpTimes
 from ppruntime.profiling import (
     ClockOffset,
     MeasuredOp,
@@ -21,6 +23,7 @@ from ppruntime.profiling import (
     align_clocks,
     gather_step,
     measured_costs,
+    measured_step,
     planned_step,
     report,
     split_times,
@@ -28,18 +31,12 @@ from ppruntime.profiling import (
 )
 from ppruntime.schedules import make
 from ppruntime.schedules.costs import Costs, Hops
+from ppruntime.schedules.counts import slots_held
 from ppruntime.schedules.ops import Op, Schedule, parse_op
+from ppruntime.schedules.passes import add_frees, add_transfers
 from ppruntime.schedules.timeline import simulate
 
 MS = 1_000_000
-
-
-@dataclass(frozen=True)
-class _Times:
-    op: str
-    start: int
-    ready: int
-    end: int
 
 
 def _measured(timeline):
@@ -119,6 +116,24 @@ def test_a_wait_is_the_peers_until_the_input_is_made_and_a_transfer_after():
     assert sender.step == receiver.step == 30
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
+def test_a_real_steps_parts_add_up_and_its_compute_is_what_the_ops_took(name):
+    schedule = make(name, 2, 4)
+    slots = slots_held(schedule)
+    lowered = add_frees(add_transfers(schedule, slots=slots))
+    cuts = [1, 3, 5][: schedule.num_stages - 1]
+    times = run_local(lowered, toy_stages(6, cuts, 7), micro_batches(4, 1, 4, seed=1), slots)
+    step = measured_step(schedule, times)
+    wall = max(t.end for row in times for t in row) - min(t.start for row in times for t in row)
+    assert step.step_ns == wall
+    computes = {str(op) for rank in range(2) for op in schedule.ops(rank)}
+    for part, row in zip(split_times(step), times, strict=True):
+        assert part.step == wall
+        assert part.compute == sum(t.end - t.ready for t in row if t.op in computes)
+        assert min(part.compute, part.transfer, part.peer, part.idle) >= 0
+    assert planned_step(step).makespan > 0
+
+
 def test_the_report_has_a_line_a_rank_whose_shares_make_a_hundred():
     lines = report(_by_hand()).splitlines()
     assert lines[0].startswith("step 0.00 ms")
@@ -151,7 +166,7 @@ def _gather(rank, skews):
     timeline = simulate(schedule, Costs((1.0,) * 3, (1.0,) * 3, (1.0,) * 3))
     row = _measured(timeline).rows[rank]
     skew = skews[rank]
-    times = [_Times(str(m.op), m.start + skew, m.ready + skew, m.end + skew) for m in row]
+    times = [OpTimes(str(m.op), m.start + skew, m.ready + skew, m.end + skew) for m in row]
     step = gather_step(
         schedule, times, offset=ClockOffset(skew - skews[0], 0), group=dist.group.WORLD
     )
@@ -193,8 +208,8 @@ def test_another_hosts_clock_is_found_to_within_the_error_that_is_stated(run_ran
 
 def test_times_that_run_backwards_or_overlap_are_refused():
     schedule = make("gpipe", 1, 1)
-    backwards = [_Times("0F0", 5, 4, 9)]
-    overlapping = [_Times("0F0", 0, 0, 5), _Times("0B0", 4, 4, 9)]
+    backwards = [OpTimes("0F0", 5, 4, 9)]
+    overlapping = [OpTimes("0F0", 0, 0, 5), OpTimes("0B0", 4, 4, 9)]
     for times, op in ((backwards, "0F0"), (overlapping, "0B0")):
         with pytest.raises(ProfilingError, match=f"rank 0 ran {op} from"):
             gather_step(schedule, times, offset=ClockOffset(0, 0), group=None)
