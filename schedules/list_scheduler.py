@@ -44,23 +44,27 @@ class ListScheduler:
         ]
         self._takes = [c.takes for c in classes]
         self._frees = [c.frees for c in classes]
-        self._caps = [_NO_LIMIT if cap is None else cap for cap in problem.caps]
-        self._stages = [c.stage for c in classes]
-        self._num_stages = 1 + max(self._stages)
-        self._stage_caps = self._caps_per_stage()
-
-    def _caps_per_stage(self) -> list[int]:
-        """Places that a stage may take so that the rank's other stages can always go on.
-
-        A place stays free for each further stage of the rank: without, activations of one chunk can
-        fill a rank whose next chunk they wait for, and nothing ever moves again.
-        """
-        caps = [_NO_LIMIT] * self._num_stages
+        self._may_hold = [_NO_LIMIT] * len(classes)
+        """Places that may be taken on the rank when the class takes one more."""
+        self._after = list(range(len(classes)))
+        """The taker of the rank that has to be ahead of the class; itself if there is none."""
         for rank, mine in enumerate(self._of_rank):
-            stages = {self._stages[c] for c in mine}
-            for stage in stages:
-                caps[stage] = max(1, self._caps[rank] - (len(stages) - 1))
-        return caps
+            self._order_takers(rank, [c for c in mine if classes[c].takes])
+
+    def _order_takers(self, rank: int, takers: list[int]) -> None:
+        """Keeps a rank from filling up with activations that wait for one that finds no place.
+
+        The j-th taker of V, in the direction of time, leaves V - 1 - j places free and follows the
+        one before it, micro-batch by micro-batch. So the oldest micro-batch can always go on: if it
+        has not taken its j-th place, nobody has, and those before leave one free for it.
+        """
+        cap = self.problem.caps[rank]
+        if cap is None:
+            return
+        for j, c in enumerate(takers):
+            self._may_hold[c] = cap - len(takers) + j
+            if j:
+                self._after[c] = takers[j - 1]
 
     def run(self, priority: Table, patience: float) -> Pass | None:
         """One pass: of the ops that are there, each rank starts the one of highest priority.
@@ -70,15 +74,15 @@ class ListScheduler:
         number of stages on the rank).
         """
         durations, ranks, takes, frees = self._durations, self._ranks, self._takes, self._frees
-        readers, of_rank, caps = self._readers, self._of_rank, self._caps
-        stages, stage_caps = self._stages, self._stage_caps
+        readers, of_rank = self._readers, self._of_rank
+        may_hold, after = self._may_hold, self._after
         count = self.problem.num_micro_batches
         num_ranks = self.problem.num_ranks
         done = [0] * len(durations)
         missing = [[n] * count for n in self._num_inputs]
         ready = [[0.0] * count for _ in durations]
         starts = [[0.0] * count for _ in durations]
-        held, stage_held = [0] * num_ranks, [0] * self._num_stages
+        held = [0] * num_ranks
         busy_until = [0.0] * num_ranks
         words: list[list[int]] = [[] for _ in range(num_ranks)]
         left = count * len(durations)
@@ -89,7 +93,7 @@ class ListScheduler:
             now, rank = heappop(wakes)
             if busy_until[rank] > now:
                 continue
-            is_full = held[rank] >= caps[rank]
+            holding = held[rank]
             chosen = coming = -1
             chosen_priority = coming_priority = 0.0
             arrival = float("inf")
@@ -97,7 +101,7 @@ class ListScheduler:
                 k = done[c]
                 if k == count or missing[c][k]:
                     continue
-                if takes[c] and (is_full or stage_held[stages[c]] >= stage_caps[stages[c]]):
+                if takes[c] and (holding > may_hold[c] or (after[c] != c and done[after[c]] <= k)):
                     continue
                 at = ready[c][k]
                 if at <= now:
@@ -127,10 +131,8 @@ class ListScheduler:
             left -= 1
             if takes[chosen]:
                 held[rank] += 1
-                stage_held[stages[chosen]] += 1
             if frees[chosen]:
                 held[rank] -= 1
-                stage_held[stages[chosen]] -= 1
             heappush(wakes, (end, rank))
             for reader, latency in readers[chosen]:
                 if end + latency > ready[reader][k]:
