@@ -1,0 +1,366 @@
+"""What of the GPU transports can be checked without a GPU: arithmetic, layouts, choices, texts."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import threading
+
+import pytest
+import torch
+from gpu_cases import in_turn_order
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+
+from ppruntime.transports import copy_engine, lives, meeting, nccl, nccl_api, put, ring
+from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
+from ppruntime.transports.driver import AccessDesc, AllocationProp
+from ppruntime.transports.peer_memory import swap_descriptors
+from ppruntime.transports.selftest import first_difference, irregular_bytes, payload
+from ppruntime.transports.watchdog import Pending, overdue
+
+SMALL = Boundary((TensorSpec("x", (3, 5), torch.float32), TensorSpec("i", (4,), torch.int32)))
+
+
+def _channel(id_=0, src=0, dst=1, boundary=SMALL, slots=2):
+    return Channel(id_, "forward", src, dst, 2 * id_, 2 * id_ + 1, boundary, slots)
+
+
+# Slots, credits and words
+
+
+@given(st.integers(1, 8), st.lists(st.integers(0, 7), max_size=60))
+def test_the_ring_reuses_a_slot_exactly_when_its_last_message_was_released(num_slots, picks):
+    receiver, held = ring.ReceiveRing(_channel(slots=num_slots)), []
+    for pick in picks:
+        if pick % 2 and held:
+            released = held.pop(pick % len(held))
+            before = receiver.num_released
+            assert receiver.release(released) == receiver.num_released - before
+        elif receiver.is_full:
+            message = receiver.num_reserved
+            assert message - num_slots in held  # its slot's last owner
+            with pytest.raises(TransportError, match=f"slot of message {message - num_slots}"):
+                receiver.reserve()
+        else:
+            message = receiver.num_reserved
+            assert ring.credits_needed(message, num_slots) <= receiver.num_released
+            slots = {ring.slot_of(m, num_slots) for m in held}
+            receiver.reserve()
+            held.append(message)
+            assert ring.slot_of(message, num_slots) not in slots
+        assert receiver.num_released == min([*held, receiver.num_reserved])
+
+
+@given(st.integers(0, 1 << 40), st.integers(0, (1 << 30) - 1))
+def test_counts_wrap_as_the_hardware_compares_them(count, ahead):
+    word = count % ring.WORD
+    assert ring.has_reached(word, word)
+    assert not ring.has_reached(word, (word + 1 + ahead) % ring.WORD)
+    assert ring.has_reached((word + ahead) % ring.WORD, word)
+    # An abort lets the next 2**30 waits pass.
+    assert ring.has_reached(ring.releasing_word(count), (word + ahead) % ring.WORD)
+
+
+@given(st.data())
+def test_nothing_overlaps_in_the_memory_of_two_neighbours(data):
+    num_channels = data.draw(st.integers(1, 40))
+    channels = []
+    for i in range(num_channels):
+        extents = data.draw(st.lists(st.integers(0, 700), max_size=3))
+        boundary = Boundary(tuple(TensorSpec("x", (e,), torch.int16) for e in extents))
+        src = data.draw(st.integers(0, 1))
+        channels.append(_channel(i, src, 1 - src, boundary, data.draw(st.integers(1, 4))))
+    layout = copy_engine.plan_pair(channels)
+    assert layout == copy_engine.plan_pair(channels[::-1])
+    for rank in (0, 1):
+        parts = []
+        for c in channels:
+            if c.dst_rank == rank:
+                parts.append((layout.landed[c.id], 4))
+                parts.append((layout.slots[c.id], c.slots * c.boundary.slot_bytes))
+                assert layout.slots[c.id] % 256 == 0
+                assert layout.slots[c.id] >= layout.word_bytes
+            else:
+                parts.append((layout.credits[c.id], 4))
+        parts = sorted(p for p in parts if p[1])
+        ends = [start + size for start, size in parts]
+        assert all(end <= start for end, (start, _) in zip(ends, parts[1:], strict=False))
+        assert max(ends, default=0) <= layout.num_bytes.get(rank, 0) or not parts
+
+
+def test_the_words_of_many_channels_stay_before_the_slots():
+    channels = [_channel(i) for i in range(100)]
+    layout = copy_engine.plan_pair(channels)
+    assert max([*layout.landed.values(), *layout.credits.values()]) < layout.word_bytes
+
+
+def test_a_message_is_packed_unless_it_is_one_tensor():
+    one = _channel(boundary=Boundary((TensorSpec("x", (3, 5), torch.float32),)))
+    assert nccl.is_plain(one)
+    assert nccl.message_bytes(one) == 60
+    assert not nccl.is_plain(_channel())
+    assert nccl.message_bytes(_channel()) == SMALL.slot_bytes
+    empty = _channel(boundary=Boundary((TensorSpec("x", (0, 5), torch.float32),)))
+    assert not nccl.is_plain(empty)
+    assert nccl.message_bytes(empty) == 256
+    assert put.window_bytes(empty) == 4096
+
+
+def test_both_ends_of_a_put_channel_make_windows_of_one_size_of_whole_pages():
+    assert put.window_bytes(_channel(slots=9)) == -(-9 * SMALL.slot_bytes // 4096) * 4096
+
+
+# NCCL
+
+
+def test_structs_are_as_large_as_the_headers_say():
+    assert ctypes.sizeof(nccl_api.Config) == 96  # nccl.h 2.30.7
+    assert nccl_api.Config.net_name.offset == 32
+    assert nccl_api.Config.cta_policy.offset == 60
+    assert ctypes.sizeof(nccl_api.UniqueId) == 128
+    assert ctypes.sizeof(nccl_api.WaitSignalDesc) == 16
+    assert ctypes.sizeof(AllocationProp) == 32  # cuda.h 13.1
+    assert AllocationProp.compression.offset == 24
+    assert ctypes.sizeof(AccessDesc) == 12
+
+
+def test_a_communicator_is_configured_for_no_thread_block():
+    config = nccl_api.make_config(23203, b"a name")
+    assert (config.size, config.magic, config.version) == (96, 0xCAFEBEEF, 23007)
+    assert nccl_api.make_config(23003, b"").version == 23003
+    assert (config.cta_policy, config.min_ctas, config.max_ctas) == (2, 1, 1)
+    assert (config.blocking, config.split_share) == (1, 0)
+    assert config.num_rma_ctx == config.graph_stream_ordering == -(2**31)
+    assert config.net_name is None
+    assert config.comm_name == b"a name"
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(2708, "2.7.8"), (21003, "2.10.3"), (22809, "2.28.9"), (23203, "2.32.3")]
+)
+def test_version_codes_read_as_versions(code, text):
+    assert nccl_api.version_text(code) == text
+
+
+def test_a_given_library_is_the_only_candidate_else_the_package_comes_before_torchs_own():
+    assert [c.path for c in nccl_api.candidates("/x/libnccl.so.2")] == ["/x/libnccl.so.2"]
+    package, torchs = nccl_api.candidates(None)
+    assert package.source == "the installed nvidia-nccl package"
+    assert torchs.source == "torch's own"
+
+
+def test_the_refusal_names_every_version_found_and_the_remedy():
+    text = nccl_api.too_old([("torch's own: libnccl.so.2", 22809), ("elsewhere", 22907)])
+    assert "needs NCCL >= 2.30.0" in text
+    assert "2.28.9 (torch's own: libnccl.so.2)" in text
+    assert "2.29.7 (elsewhere)" in text
+    assert "pp.nccl_library" in text
+    assert 'pp.transport = "nccl"' in text
+    assert "found none" in nccl_api.too_old([])
+
+
+def test_a_missing_library_is_refused_with_its_path(tmp_path):
+    with pytest.raises(TransportError, match=r"cannot load NCCL from .*no/libnccl\.so\.2"):
+        nccl_api.load(str(tmp_path / "no" / "libnccl.so.2"))
+
+
+def test_a_library_that_is_not_nccl_is_refused():
+    with pytest.raises(TransportError, match=r"is not NCCL.*ncclGetVersion"):
+        nccl_api.load("libc.so.6")
+
+
+@pytest.fixture
+def make_library(tmp_path):
+    """Compiles a library that says it is NCCL of some version."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+
+    def make(version, more=""):
+        source, library = tmp_path / "fake.c", tmp_path / f"libnccl{version}.so.2"
+        source.write_text(
+            f"int ncclGetVersion(int *v) {{ *v = {version}; return 0; }}\n"
+            'const char *ncclGetErrorString(int code) { return "it broke"; }\n'
+            'const char *ncclGetLastError(void *comm) { return "a cable"; }\n' + more
+        )
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+        return str(library)
+
+    return make
+
+
+@pytest.mark.parametrize("version", [21906, 22809, 22907])
+def test_an_old_nccl_is_refused_by_what_the_loaded_library_says(make_library, version):
+    path = make_library(version)
+    with pytest.raises(TransportError) as caught:
+        nccl_api.load(path)
+    assert f"found {nccl_api.version_text(version)} (pp.nccl_library: {path})" in str(caught.value)
+
+
+def test_a_new_nccl_is_taken_and_what_it_lacks_or_refuses_is_named(make_library):
+    library = nccl_api.load(
+        make_library(
+            23203, "int ncclSignal(int p, int s, int c, unsigned f, void *m, void *t) {return 3;}"
+        )
+    )
+    assert library.version == 23203
+    with pytest.raises(TransportError, match=r"ncclSignal failed: it broke \(a cable\).*2\.32\.3"):
+        library.signal(1, 0, 0)
+    with pytest.raises(TransportError, match=r"2\.32\.3 .* has no ncclWaitSignal"):
+        library.wait_signal(1, 1, 0, 0)
+
+
+def test_put_says_without_a_gpu_why_it_cannot_work():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    for module in (put, copy_engine, nccl):
+        assert 'set pp.transport = "gloo"' in module.unavailable_reason() or "NCCL" in (
+            module.unavailable_reason()
+        )
+
+
+# Where ranks are, what they are told
+
+
+def test_one_hardware_queue_is_refused_and_more_are_not():
+    assert "set it to 32" in meeting.queue_reason("put", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert meeting.queue_reason("put", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}) is None
+    assert meeting.queue_reason("put", {}) is None
+
+
+def test_copy_engine_refuses_two_hosts_and_two_ranks_on_one_gpu():
+    places = {
+        0: meeting.Place("here/1", "a", ""),
+        1: meeting.Place("here/1", "b", ""),
+        2: meeting.Place("there/2", "a", ""),
+        3: meeting.Place("here/1", "a", ""),
+    }
+    copy_engine.check_places([_channel(0, 0, 1)], places)
+    with pytest.raises(TransportError, match=r"rank 1 is on here/1, rank 2 on there/2") as caught:
+        copy_engine.check_places([_channel(0, 1, 2)], places)
+    assert 'set pp.transport = "auto", "put" or "nccl"' in str(caught.value)
+    with pytest.raises(TransportError, match="ranks 0 and 3 are on one GPU, a"):
+        copy_engine.check_places([_channel(0, 0, 3)], places)
+
+
+def test_a_place_is_the_same_after_its_text():
+    place = meeting.Place("host/boot", "GPU-uuid", "12/34")
+    assert meeting.parse_place(str(place)) == place
+
+
+def test_unknown_and_wrong_options_are_refused_by_name():
+    with pytest.raises(TransportError, match="takes the options selftest, uncredited, got ctas"):
+        meeting.check_known("copy_engine", {"ctas": 4}, copy_engine.OPTIONS)
+    with pytest.raises(TransportError, match="frozenset of channel ids"):
+        meeting.uncredited_of("put", {"uncredited": [1]})
+    assert meeting.uncredited_of("put", {"uncredited": frozenset({1})}) == {1}
+
+
+def test_a_peer_that_does_not_come_is_named():
+    store = HashStore()
+    with pytest.raises(TransportError, match=r"rank 0: ranks \[1\] did not come.*within 0.1 s"):
+        meeting.swap_texts(store, "place", "x", 0, [1], 0.1)
+
+
+def test_a_file_descriptor_and_a_size_cross_between_processes():
+    store, got = HashStore(), {}
+
+    def end(rank):
+        descriptor = os.memfd_create(f"rank {rank}")
+        os.write(descriptor, f"rank {rank}".encode())
+        got[rank] = swap_descriptors(
+            store, "memory", descriptor, 100 + rank, is_first=rank == 0, timeout_seconds=5
+        )
+
+    threads = [threading.Thread(target=end, args=(r,)) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    for rank in (0, 1):
+        descriptor, num_bytes = got[rank]
+        assert num_bytes == 101 - rank
+        assert os.pread(descriptor, 10, 0) == f"rank {1 - rank}".encode()
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_peer_that_hands_over_no_memory_is_reported_in_time(is_first):
+    if not hasattr(socket, "send_fds"):
+        pytest.skip("this system passes no descriptors")
+    with pytest.raises(TransportError, match=r"memory: the peer did not hand over.*within 0.2 s"):
+        swap_descriptors(HashStore(), "memory", 0, 1, is_first=is_first, timeout_seconds=0.2)
+
+
+def _sleep(seconds):
+    threading.Event().wait(seconds)
+
+
+def test_a_life_ends_with_its_process_even_as_a_zombie():
+    own = lives.life_of(os.getpid())
+    assert own is not None
+    assert not own.has_ended
+    assert lives.parse_life(str(own)) == own
+    assert lives.parse_life(f"{own.pid}/{own.start_time + 1}") is None  # the id was given away
+    assert lives.parse_life("unseen") is None
+    process = multiprocessing.get_context("forkserver").Process(target=_sleep, args=(60,))
+    process.start()
+    life = lives.life_of(process.pid)
+    assert not life.has_ended
+    process.kill()
+    process.join()
+    assert life.has_ended
+
+
+class _Never:
+    def query(self):
+        return False
+
+
+def test_the_transfer_that_waited_longest_beyond_the_limit_is_reported():
+    def pending(text, since):
+        return Pending(text, 0, _Never(), _Never(), is_send=False, waits_since=since)
+
+    young, old, older = pending("young", 9.5), pending("old", 5.0), pending("older", 4.0)
+    not_begun = pending("not begun", None)
+    assert overdue([not_begun, young], 10.0, 1.0) is None
+    assert overdue([not_begun, young, old, older], 10.0, 1.0) is older
+
+
+# The start-up test's own tools
+
+
+@given(st.integers(0, 5000), st.integers(0, 1 << 20))
+def test_irregular_bytes_are_what_was_asked_and_depend_on_the_seed(num_bytes, seed):
+    data = irregular_bytes(num_bytes, seed, torch.device("cpu"))
+    assert data.shape == (num_bytes,)
+    assert torch.equal(data, irregular_bytes(num_bytes, seed, torch.device("cpu")))
+    if num_bytes >= 64:
+        other = irregular_bytes(num_bytes, seed + 1, torch.device("cpu"))
+        assert (data != other).float().mean() > 0.5
+
+
+def test_one_wrong_bit_is_found_and_placed():
+    sent = payload(_channel(), 3, torch.device("cpu"))
+    assert first_difference(sent, payload(_channel(), 3, torch.device("cpu"))) is None
+    got = tuple(t.clone() for t in sent)
+    got[1].view(torch.uint8)[9] ^= 4
+    assert first_difference(got, sent).startswith(
+        "tensor 1 differs in 1 of 16 bytes, first at byte 9"
+    )
+
+
+@given(st.integers(0, 1000))
+def test_orders_in_turn_can_always_be_made(seed):
+    import random
+
+    rng = random.Random(seed)
+    channels = [_channel(0, 0, 1), _channel(1, 1, 0, slots=1)]
+    orders = in_turn_order(channels, {0: 5, 1: 4}, rng)
+    assert sum(map(len, orders.values())) == 4 * 9
