@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _VOCABULARY = frozenset({"embed.weight", "head.projection.weight"})
 """One row a token: a decay would wear down the rows of rare tokens."""
@@ -34,8 +35,9 @@ def make_adamw(
 ) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) over the parameters that need a gradient.
 
-    There are always two groups, with and without decay, either of which may be empty, so a rank
-    without parameters is no special case. All state is made at once: memory is known before the
+    There are always four groups, with and without decay, sharded and whole, any of which may be
+    empty, so a rank without parameters is no special case; a fused update takes no mixture of
+    sharded tensors and others. All state is made at once: memory is known before the
     first step, and a checkpoint finds the same names at every step. On CUDA the update is fused.
     Raises ValueError for a parameter that is not fp32: a bf16 weight forgets updates below 2^-8.
     """
@@ -48,10 +50,15 @@ def make_adamw(
             )
     groups = [
         {
-            "params": [p for name, p in trainable.items() if decays(name, p.shape) == decayed],
+            "params": [
+                p
+                for name, p in trainable.items()
+                if decays(name, p.shape) == decayed and isinstance(p, DTensor) == sharded
+            ],
             "weight_decay": weight_decay if decayed else 0.0,
         }
         for decayed in (True, False)
+        for sharded in (True, False)
     ]
     fused = any(param.is_cuda for param in trainable.values())
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, foreach=False, fused=fused)
