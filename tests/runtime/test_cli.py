@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -46,6 +47,17 @@ def test_a_config_is_printed_with_every_key(command):
     assert "recompute_engram = false\n" in out
     Path("resolved.toml").write_text(out)
     assert command("config", "resolved.toml") == (0, out, "")
+
+
+def test_a_plan_is_a_table_or_one_json_object(command):
+    code, out, err = command("plan", CONFIGS / "tiny.toml", "--json", "pp.size=2")
+    assert (code, err) == (0, "")
+    plan = json.loads(out)
+    assert [stage["rank"] for stage in plan["stages"]] == [0, 1]
+    assert plan["stages"][-1]["boundary_bytes"] == 0
+    code, out, err = command("plan", CONFIGS / "tiny.toml")
+    assert (code, err) == (0, "")
+    assert out.startswith("tiny: ")
 
 
 def test_train_says_how_to_start_the_processes_of_a_pipeline(command):
