@@ -1,7 +1,8 @@
 """Orders as files: CSV as torch writes it (`compute_only`), JSON, and a digest that ranks compare.
 
-A CSV row is a rank, a cell a step: `2F0`, `(0F8;7B0)OVERLAP_F_B`; blank cells are skipped. Reading
-checks the form only; whether the order may be run is `check`'s question.
+A CSV row is a rank, a cell a step: `2F0`, `(0F8;7B0)OVERLAP_F_B`. Skipped are blank cells and
+torch's ops for sharded parameters (UNSHARD, RESHARD, REDUCE_GRAD): no part of an order here.
+Reading checks the form only; whether the order may be run is `check`'s question.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import csv
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ppruntime.schedules.ops import Schedule, ScheduleError, Step, ops_of, parse_step
+
+_SKIPPED = re.compile(r"\s*(\d+(UNSHARD|RESHARD|REDUCE_GRAD)\s*)?")
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -100,7 +104,7 @@ def _assemble(name: str, rows: Iterable[Sequence[str]]) -> Schedule:
     for rank, row in enumerate(rows):
         order: list[Step] = []
         for column, cell in enumerate(row):
-            if not cell.strip():
+            if _SKIPPED.fullmatch(cell):
                 continue
             try:
                 step = parse_step(cell)

@@ -18,7 +18,8 @@ _PERIOD = 6
 
 
 def v_half(num_ranks: int, num_micro_batches: int) -> list[list[Op]]:
-    """All ranks' orders; P/2 + 1 whole-rank activations in flight or little more, on every rank."""
+    """All ranks' orders; at most P + 2 chunk activations on a rank (P + 1 if P is odd): half of
+    1F1B's on rank 0 and one more."""
     shift = 3 if num_ranks % 2 == 0 else 0  # else two ops of a rank would fall on one slot
 
     def offsets(rank: int) -> tuple[int, int, int, int]:
@@ -33,7 +34,8 @@ def v_half(num_ranks: int, num_micro_batches: int) -> list[list[Op]]:
 
 
 def v_min(num_ranks: int, num_micro_batches: int) -> list[list[Op]]:
-    """All ranks' orders; about P/3 + 1 whole-rank activations in flight on every rank."""
+    """All ranks' orders; at most 2 ceil((P + 2) / 3) chunk activations on a rank: a third of
+    1F1B's on rank 0 and one more."""
     shift = 2 if num_ranks % 3 == 0 else 0
 
     def offsets(rank: int) -> tuple[int, int, int, int]:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from ppruntime.schedules import NAMES, make
 from ppruntime.schedules.check import check
 from ppruntime.schedules.counts import num_transfers, peak_in_flight
@@ -16,7 +17,9 @@ from ppruntime.schedules.ops import Schedule, ops_of
 GOLDEN = sorted((Path(__file__).parent.parent / "golden").glob("*_p*_m*.csv"))
 
 
-def simulate(schedule: Schedule, costs: dict[str, float], *, fuse_pairs: bool) -> tuple[float, float]:
+def simulate(
+    schedule: Schedule, costs: dict[str, float], *, fuse_pairs: bool
+) -> tuple[float, float]:
     """Makespan, and the longest time between a rank's first start and its last end. No latency."""
     ranks, last = schedule.stage_to_rank, schedule.num_stages - 1
     queues = [
@@ -70,7 +73,7 @@ def test_every_order_has_a_table_written_out_by_hand():
     assert {re.fullmatch(r"(.+)_p\d+_m\d+", path.stem)[1] for path in GOLDEN} == set(NAMES)
 
 
-# Bubbles (makespan, span) with F, I, W = 1, 1, 1 and 1, 1.5, 0.5 a rank; peaks in chunks; transfers.
+# Bubbles (makespan, span) at F, I, W = 1, 1, 1 and 1, 1.5, 0.5 a rank; peaks in chunks; transfers.
 SMALL = {  # 4 ranks, 8 micro-batches
     "gpipe": ((9, 9), (9, 9), (8, 8, 8, 8), 48),
     "1f1b": ((9, 9), (9, 9), (4, 3, 2, 1), 48),
@@ -111,7 +114,9 @@ def bubbles(schedule: Schedule, costs: tuple[float, float, float], *, fuse_pairs
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("size", "table"), [((4, 8), SMALL), ((8, 32), LARGE)], ids=["4x8", "8x32"])
+@pytest.mark.parametrize(
+    ("size", "table"), [((4, 8), SMALL), ((8, 32), LARGE)], ids=["4x8", "8x32"]
+)
 def test_bubbles_peaks_and_transfers_are_the_known_ones(name, size, table):
     schedule = make(name, *size)
     equal, unequal, peaks, transfers = table[name]
@@ -132,7 +137,12 @@ def test_fused_pairs_double_the_bubble_of_dualpipe_v(size, equal, unequal):
 
 @pytest.mark.parametrize(
     ("name", "num_ranks", "bubble", "peak"),
-    [("v_half", 6, 5.5, 8), ("v_half", 16, 20.5, 18), ("v_min", 6, 8.5, 6), ("v_min", 16, 29.5, 12)],
+    [
+        ("v_half", 6, 5.5, 8),
+        ("v_half", 16, 20.5, 18),
+        ("v_min", 6, 8.5, 6),
+        ("v_min", 16, 29.5, 12),
+    ],
 )
 def test_memory_saving_v_orders_are_the_known_ones_at_other_sizes(name, num_ranks, bubble, peak):
     schedule = make(name, num_ranks, 4 * num_ranks)
