@@ -62,11 +62,13 @@ def lower_bound(
     caps: Sequence[int] | None = None,
     *,
     split_backward: bool = True,
+    tables: tuple[Table, Table] | None = None,
 ) -> LowerBound:
     """What no order can beat. `caps`: chunk activations that a rank may hold, None for no limit.
 
     With `split_backward` the bound holds for every order, whole backwards included; without, only
-    for orders that never split one, and is tighter.
+    for orders that never split one, and is tighter. `tables` are the heads of the problem and of
+    its reversal, from a caller who has them already.
     """
     problem = problem_of(
         costs, hops, stage_to_rank, num_micro_batches, caps, split_backward=split_backward
@@ -74,9 +76,10 @@ def lower_bound(
     if not split_backward:  # a whole backward: its W is part of what the stage below waits for
         both = tuple(i + w for i, w in zip(costs.input_grad, costs.weight_grad, strict=True))
         costs = Costs(costs.forward, both, (0.0,) * costs.num_stages)
+    head, reversed_head = tables or (heads(problem), heads(problem.reversed()))
     return LowerBound(
         *_closed_forms(costs, hops, stage_to_rank, num_micro_batches, problem.caps),
-        packing=packing(problem, heads(problem), heads(problem.reversed())),
+        packing=packing(problem, head, reversed_head),
     )
 
 

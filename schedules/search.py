@@ -171,11 +171,15 @@ class _Hunt:
         self.stage_to_rank = stage_to_rank
         self.num_micro_batches = num_micro_batches
         self.problem = problem_of(costs, hops, stage_to_rank, num_micro_batches, caps)
-        self.bound = lower_bound(costs, hops, stage_to_rank, num_micro_batches, caps).makespan
+        reverse = self.problem.reversed()
+        self.heads, self.tails = heads(self.problem), heads(reverse)
+        self.bound = lower_bound(
+            costs, hops, stage_to_rank, num_micro_batches, caps, tables=(self.heads, self.tails)
+        ).makespan
         self.seeds: list[Table] = []
         self.elite: list[Pass] = []
         """The best different passes, fastest first, all in forward time."""
-        self.schedulers = (ListScheduler(self.problem), ListScheduler(self.problem.reversed()))
+        self.schedulers = (ListScheduler(self.problem), ListScheduler(reverse))
         self.num_ops = len(self.problem.classes) * num_micro_batches
         self.left = 0
 
@@ -186,7 +190,7 @@ class _Hunt:
     def run(self, rng: random.Random, effort: int, bound: float) -> None:
         """Improves every seed a little, then noisy copies of the best, until `effort` is spent."""
         self.left = effort
-        self._improve(_negated(heads(self.problem)), 0.0, 6)
+        self._improve(_negated(self.heads), 0.0, 6)
         for patience in (0.5, 0.95, 0.25):
             for seed in self.seeds:
                 if self._is_done(bound):
