@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import torch
 
-from ppruntime.transports import copy_engine, meeting, put
+from ppruntime.transports import copy_engine, meeting, nccl, put
 from ppruntime.transports import driver as driver_module
 
 _HERE = threading.local()
@@ -255,6 +255,57 @@ class Nccl:
         self._do(comm, stream, wait)
 
 
+class Group:
+    """A 2-rank NCCL process group: sends and receives meet in order, on the stream of the caller,
+    and neither ends before the other has begun."""
+
+    _lock = threading.Lock()
+    _pipes: ClassVar[dict[tuple[int, int], SimpleNamespace]] = {}
+
+    def __init__(self, store, channel):
+        with self._lock:
+            made = store.add(f"simulated {channel.id}", 1)
+            key = int(store.get(f"simulated key {channel.id}")) if made == 2 else id(self)
+            if made == 1:
+                store.set(f"simulated key {channel.id}", str(key))
+                self._pipes[channel.id, key] = SimpleNamespace(
+                    sent=queue.SimpleQueue(), taken=queue.SimpleQueue()
+                )
+            self._pipe = self._pipes[channel.id, key]
+            _KEPT.append(self)  # so that no other group gets its id
+        self._aborted = threading.Event()
+
+    def send(self, tensors, peer, tag):
+        def meet():
+            self._pipe.sent.put(tensors[0])
+            self._get(self._pipe.taken)
+
+        return SimpleNamespace(wait=lambda: current_stream().do(meet))
+
+    def recv(self, tensors, peer, tag):
+        def meet():
+            payload = self._get(self._pipe.sent)
+            if payload is not None:
+                tensors[0].copy_(payload)
+                self._pipe.taken.put(True)
+
+        return SimpleNamespace(wait=lambda: current_stream().do(meet))
+
+    def _get(self, pipe):
+        while not self._aborted.is_set():
+            try:
+                return pipe.get(timeout=0.01)
+            except queue.Empty:
+                continue
+        return None
+
+    def abort(self):
+        self._aborted.set()
+
+    def shutdown(self):
+        pass
+
+
 _KEPT: list = []
 
 
@@ -273,8 +324,11 @@ def install(monkeypatch):
         "get_device_properties": lambda device: SimpleNamespace(uuid=f"gpu{device.index}"),
     }.items():
         monkeypatch.setattr(cuda, name, value)
-    for module in (copy_engine, put):
+    for module in (copy_engine, put, nccl):
         monkeypatch.setattr(module, "Driver", Driver)
+    monkeypatch.setattr(nccl, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(nccl, "_communicator", lambda store, channel, *_: Group(store, channel))
+    for module in (copy_engine, put):
         monkeypatch.setattr(module, "tensor_at", _tensor_at)
     monkeypatch.setattr(copy_engine, "allocate", _allocate)
     monkeypatch.setattr(

@@ -153,6 +153,10 @@ class DeviceTransport:
         end = self._sending.get(channel.id) or self._receiving[channel.id]
         return end.end.stream.torch
 
+    def check_alive(self) -> None:
+        """Raises TransportError with the reason if the transport has ended."""
+        self._ledger.check_alive()
+
     def post(self, channel: Channel, micro_batch: int) -> None:
         self._ledger.post(channel, micro_batch)
         receiving = self._receiving[channel.id]

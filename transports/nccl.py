@@ -50,22 +50,28 @@ class _Source:
     """The source's end. Messages of a channel leave in order, so one staging buffer suffices."""
 
     def __init__(
-        self, group: Any, stream: OwnStream, channel: Channel, device: torch.device
+        self,
+        group: Any,
+        driver: Driver,
+        stream: OwnStream,
+        channel: Channel,
+        device: torch.device,
     ) -> None:
-        self.stream, self._group, self._is_plain = stream, group, is_plain(channel)
+        self.stream, self._group, self._driver = stream, group, driver
+        self._is_plain, self._offsets = is_plain(channel), channel.boundary.offsets
         num_bytes = 0 if self._is_plain else message_bytes(channel)
         self._staging = aligned_bytes(num_bytes, device)
-        self._packed = () if self._is_plain else typed_views(channel.boundary, self._staging)
 
     def push(self, message: int, tensors: tuple[Tensor, ...]) -> None:
+        if self._is_plain:
+            payload = tensors[0].reshape(-1).view(torch.uint8)
+        else:
+            payload, start = self._staging, self._staging.data_ptr()
+            # Behind the last send: the stream has waited for it.
+            for offset, tensor in zip(self._offsets, tensors, strict=True):
+                source = tensor.data_ptr()
+                self._driver.copy(self.stream.handle, start + offset, source, tensor.nbytes)
         with torch.cuda.stream(self.stream.torch):
-            if self._is_plain:
-                payload = tensors[0].reshape(-1).view(torch.uint8)
-            else:
-                # Behind the last send: the stream has waited for it.
-                for view, tensor in zip(self._packed, tensors, strict=True):
-                    view.copy_(tensor, non_blocking=True)
-                payload = self._staging
             self._group.send([payload], _DST, _TAG).wait()  # the stream waits, not the host
 
 
@@ -205,7 +211,7 @@ def open(
             _warm_up(group, is_source, stream, device)
             if is_source:
                 fabric.sending.append(group)
-                sources[channel.id] = _Source(group, stream, channel, device)
+                sources[channel.id] = _Source(group, driver, stream, channel, device)
             else:
                 fabric.receiving.append(group)
                 destinations[channel.id] = _Destination(group, stream, channel, device, recv_lead)

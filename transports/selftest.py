@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -152,9 +151,9 @@ def _serve(
     second, which is timed, once the first was found right."""
     first, second = payload(channel, 0, device), payload(channel, 1, device)
     torch.cuda.current_stream(device).synchronize()
-    _await(store, _key(channel, "waits"), channel, timeout_seconds)
+    _await(store, _key(channel, "waits"), transport, channel, timeout_seconds)
     transport.send(channel, 0, first)
-    _await(store, _key(channel, "is right"), channel, timeout_seconds)
+    _await(store, _key(channel, "is right"), transport, channel, timeout_seconds)
     stream = transport.stream_of(channel)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record(stream)
@@ -239,14 +238,19 @@ class _Others:
         return ends
 
 
-def _await(store: Store, key: str, channel: Channel, timeout_seconds: float) -> None:
-    try:
-        store.wait([key], timedelta(seconds=timeout_seconds))
-    except RuntimeError as error:
-        raise TransportError(
-            f"rank {channel.dst_rank} did not answer within {timeout_seconds:g} s in the start-up"
-            f" test of the {channel}: {error}"
-        ) from error
+def _await(
+    store: Store, key: str, transport: DeviceTransport, channel: Channel, timeout_seconds: float
+) -> None:
+    """Waits for the destination's word; ends early if the transport does."""
+    deadline = time.monotonic() + timeout_seconds
+    while not store.check([key]):
+        transport.check_alive()
+        if time.monotonic() > deadline:
+            raise TransportError(
+                f"rank {channel.dst_rank} did not answer within {timeout_seconds:g} s in the"
+                f" start-up test of the {channel}"
+            )
+        time.sleep(2e-4)
 
 
 def _key(channel: Channel, what: str) -> str:

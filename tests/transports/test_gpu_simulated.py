@@ -1,4 +1,4 @@
-"""copy_engine and put over a simulated driver: order, slots, credits, deadlines, without a GPU."""
+"""The GPU transports over a simulated driver: order, slots, credits, deadlines, without a GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gpu_cases import in_turn_order
 from torch.distributed import HashStore, PrefixStore
 from transport_cases import assert_same_bits, payload, pipeline_channels, poison
 
-from ppruntime.transports import copy_engine, put
+from ppruntime.transports import copy_engine, nccl, put
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
 
-KINDS = {"copy_engine": copy_engine, "put": put}
+KINDS = {"copy_engine": copy_engine, "put": put, "nccl": nccl}
 SMALL = Boundary((TensorSpec("x", (3, 5), torch.float32), TensorSpec("i", (4,), torch.int32)))
 
 
@@ -111,7 +111,7 @@ def test_messages_arrive_bitwise_and_slots_are_safe_however_streams_overtake(kin
             assert found.seconds < 20
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["copy_engine", "put"])
 def test_a_slot_that_is_not_released_in_turn_is_refused_at_the_post(kind):
     channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=2)
 
@@ -133,7 +133,8 @@ def test_a_slot_that_is_not_released_in_turn_is_refused_at_the_post(kind):
     assert "release in the order of the posts" in str(error)
 
 
-def test_a_message_that_does_not_come_ends_the_transfers_of_both_ranks_in_time():
+@pytest.mark.parametrize("kind", ["copy_engine", "nccl"])
+def test_a_message_that_does_not_come_ends_the_transfers_of_both_ranks_in_time(kind):
     channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
 
     def run(rank, transport):
@@ -154,12 +155,13 @@ def test_a_message_that_does_not_come_ends_the_transfers_of_both_ranks_in_time()
             transport.close()
             return str(error)
 
-    for text in _run("copy_engine", [channel], run, timeout_seconds=1.0):
+    for text in _run(kind, [channel], run, timeout_seconds=1.0):
         assert "waited 1 s for micro-batch 7 on the forward channel 0" in text
         assert "from rank 0" in text
 
 
-def test_an_abort_lets_go_of_a_send_that_waits_for_a_slot():
+@pytest.mark.parametrize("kind", ["copy_engine", "nccl"])
+def test_an_abort_lets_go_of_a_send_that_waits_for_a_slot(kind):
     channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
 
     def run(rank, transport):
@@ -179,5 +181,45 @@ def test_an_abort_lets_go_of_a_send_that_waits_for_a_slot():
             transport.send(channel, 2, payload(channel, 2, 0))
         return "the operator said so"
 
-    for text in _run("copy_engine", [channel], run):
+    for text in _run(kind, [channel], run):
         assert "the operator said so" in text
+
+
+@pytest.mark.parametrize("recv_lead", [0, 1, 3])
+def test_any_recv_lead_carries_the_same_messages(recv_lead):
+    rng = random.Random(recv_lead)
+    channels = pipeline_channels((0, 1), rng)
+    order = in_turn_order(channels, {c.id: 6 for c in channels}, rng)
+
+    def run(rank, transport):
+        _play(transport, order[rank], 3)
+        transport.close()
+
+    assert _run("nccl", channels, run, recv_lead=recv_lead) == [None, None]
+
+
+@pytest.mark.parametrize("kind", ["copy_engine", "put"])
+def test_channels_without_credits_work_where_the_order_proves_their_slots_free(kind):
+    forward = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    backward = Channel(1, "backward", 1, 0, 1, 0, SMALL, slots=1)
+
+    def run(rank, transport):
+        # Ping-pong on the device: each answer is sent after the question's slot was released.
+        current = torch.cuda.current_stream()
+        out, back = (forward, backward) if rank == 0 else (backward, forward)
+        for m in range(6):
+            if rank == 0:
+                transport.send(out, m, payload(out, m, 0))
+            transport.post(back, m)
+            views = transport.take(back, m)
+            current.synchronize()
+            assert_same_bits(views, payload(back, m, 0), f"{m}")
+            poison(views)
+            transport.release(back, m)
+            if rank == 1:
+                transport.send(out, m, payload(out, m, 0))
+        transport.step_end()
+        transport.close()
+
+    uncredited = frozenset({0, 1})
+    assert _run(kind, [forward, backward], run, uncredited=uncredited, selftest=False) == [None] * 2
