@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ def write(
 
     All or nothing: files are written beside their places and renamed, the index last, without which
     there is no token file. With `keep`, several processes may write the same documents at once.
-    Raises DataError for ids outside the vocabulary, for no documents at all, and if it exists.
+    Raises DataError for ids outside the vocabulary, for no documents at all, if it exists, and if
+    it cannot be written.
     """
     prefix = Path(prefix)
     if if_exists == "keep" and part_path(prefix, "idx").exists():
@@ -65,7 +67,21 @@ def write(
     if if_exists == "refuse" and part_path(prefix, "idx").exists():
         raise DataError(f"{part_path(prefix, 'idx')} exists; remove it or choose another prefix")
     item_type = "<u1" if vocabulary.size <= 256 else "<u2" if vocabulary.size <= 65536 else "<i4"
-    prefix.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        _write_all(prefix, documents, vocabulary, item_type, replace=if_exists == "replace")
+    except OSError as error:
+        raise DataError(f"{prefix}: cannot be written ({error.strerror})") from None
+
+
+def _write_all(
+    prefix: Path,
+    documents: Iterable[Document],
+    vocabulary: Vocabulary,
+    item_type: str,
+    *,
+    replace: bool,
+) -> None:
     with ExitStack() as stack:
         temporary = {
             suffix: stack.enter_context(_Temporary(part_path(prefix, suffix)))
@@ -88,7 +104,7 @@ def write(
             sha256={suffix: temporary[suffix].checksum() for suffix in kept},
         )
         temporary["json"].file.write(msgspec.json.format(msgspec.json.encode(info)) + b"\n")
-        if if_exists == "replace":
+        if replace:
             for suffix in ("idx", "mask"):
                 part_path(prefix, suffix).unlink(missing_ok=True)
         for suffix in sorted([*kept, "json"], key=lambda s: s == "idx"):
@@ -100,15 +116,18 @@ class _Temporary:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        # Writers on several hosts may share the folder, so a process id would not tell them apart.
+        self.temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
     def __enter__(self) -> _Temporary:
         self.file: BinaryIO = self.temporary.open("w+b")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.file.close()
-        self.temporary.unlink(missing_ok=True)
+        try:
+            self.file.close()
+        finally:
+            self.temporary.unlink(missing_ok=True)
 
     def checksum(self) -> str:
         self.file.flush()

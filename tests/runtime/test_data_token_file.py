@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import struct
 from itertools import pairwise
 
@@ -283,6 +285,27 @@ def test_a_failed_write_leaves_nothing_and_harms_nothing(prefix):
     with pytest.raises(DataError, match="no document has a token"):
         write(prefix, documents([[], []]), Vocabulary("bytes", 256), if_exists="replace")
     assert {path: path.read_bytes() for path in prefix.parent.iterdir()} == before
+
+
+def _write_with_little_space(rank, prefix):
+    """In a process of its own: the limit on file sizes cannot be raised again."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+    with pytest.raises(DataError) as caught:
+        write(prefix, documents([[1] * 100_000]), Vocabulary("bytes", 256))
+    return str(caught.value)
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, run_ranks):
+    (text,) = run_ranks(1, _write_with_little_space, tmp_path / "a")
+    assert text == f"{tmp_path}/a: cannot be written (File too large)"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file/a: cannot be written \((File exists|Not a dir)"):
+        write(tmp_path / "file" / "a", documents([[1]]), Vocabulary("bytes", 256))
 
 
 def test_offsets_beyond_four_gigabytes_are_read(tmp_path):
