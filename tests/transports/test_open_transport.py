@@ -169,6 +169,39 @@ def test_ranks_that_differ_all_raise_one_error_that_says_who_differs_and_how(run
     assert max(seconds for _, seconds in results) < 5
 
 
+class _SlowReader:
+    """A store of which a rank on a busy machine reads late."""
+
+    def __init__(self, store):
+        self.set, self.wait, self.add = store.set, store.wait, store.add
+        self._get = store.get
+
+    def get(self, key):
+        time.sleep(0.2)
+        return self._get(key)
+
+
+def _agree_over_a_store_of_rank_0(rank):
+    meeting = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False)
+        meeting.set("port", str(store.port))
+    else:
+        store = _SlowReader(TCPStore("127.0.0.1", int(meeting.get("port")), is_master=False))
+    fact = Fact("rank", str(rank))
+    with pytest.raises(TransportError, match="rank is 0 on rank 0 but 1 on rank 1"):
+        agree(store, rank, range(3), [fact], timeout_seconds=20, what="the test")
+    if rank == 0:
+        os._exit(3)  # and its store with it, at once
+
+
+def test_the_rank_that_hosts_the_store_stays_until_all_have_read_the_differences(rank_outcomes):
+    host, *others = rank_outcomes(3, _agree_over_a_store_of_rank_0)
+    assert host.exit_code == 3
+    for outcome in others:
+        assert outcome.error_text is None, outcome.error_text
+
+
 @given(
     st.lists(
         st.dictionaries(st.sampled_from("abc"), st.sampled_from(["1", "2"])),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 
 import pytest
 import torch
@@ -203,3 +204,35 @@ def _autograd(rank, open_channels, kind):
 @pytest.mark.parametrize("kind", kinds(2))
 def test_outputs_of_a_graph_arrive_as_fresh_leaves_and_views_are_sent_as_they_are(kind):
     run_scenario(kind, 2, _autograd, kind)
+
+
+def _freed_when_left(rank, open_channels, kind):
+    channel = Channel(
+        0, "forward", 0, 1, 0, 1, Boundary((TensorSpec("x", (64, 64), torch.float32),)), slots=2
+    )
+    transport = open_channels([channel])
+    device = _device(rank, kind)
+    alive = []
+    for micro_batch in range(4):
+        if rank == 0:
+            weight = torch.ones(64, 64, requires_grad=True, device=device)
+            output = weight.exp()  # its graph holds it, and whoever holds it holds the graph
+            alive += [weakref.ref(weight), weakref.ref(output)]
+            transport.send(channel, micro_batch, (output,))
+            del weight, output
+        else:
+            transport.post(channel, micro_batch)
+            transport.take(channel, micro_batch)
+            transport.release(channel, micro_batch)
+    transport.step_end()
+    deadline = time.monotonic() + 10
+    while any(ref() is not None for ref in alive) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    num_alive = sum(ref() is not None for ref in alive)
+    transport.close()
+    return num_alive
+
+
+@pytest.mark.parametrize("kind", kinds(2))
+def test_sent_tensors_and_their_graphs_are_freed_once_they_have_left(kind):
+    assert run_scenario(kind, 2, _freed_when_left, kind) == [0, 0]
