@@ -138,9 +138,10 @@ class ListScheduler:
                 if end + latency > ready[reader][k]:
                     ready[reader][k] = end + latency
                 missing[reader][k] -= 1
-                if not missing[reader][k] and ranks[reader] != rank:
-                    other = ranks[reader]
-                    heappush(wakes, (max(ready[reader][k], busy_until[other]), other))
+                other = ranks[reader]
+                # a rank that is busy until later wakes then, and looks at all that has arrived
+                if not missing[reader][k] and ready[reader][k] >= busy_until[other]:
+                    heappush(wakes, (ready[reader][k], other))
         if left:
             return None
         return Pass(makespan, tuple(map(tuple, words)), starts)
