@@ -45,13 +45,20 @@ def kinds(num_ranks: int) -> list[Any]:
             marks=[
                 pytest.mark.multi_gpu,
                 pytest.mark.skipif(
-                    torch.cuda.device_count() < num_ranks or unavailable_reason(kind) is not None,
+                    torch.cuda.device_count() < num_ranks
+                    or unavailable_reason(kind, options(kind)) is not None,
                     reason=f"needs {num_ranks} GPUs and {kind}",
                 ),
             ],
         )
         for kind in ("nccl", "copy_engine", "put")
     ]
+
+
+def options(kind: str) -> dict[str, object]:
+    """The options that this machine needs: put's NCCL, where PPRUNTIME_NCCL_LIBRARY names one."""
+    library = os.environ.get("PPRUNTIME_NCCL_LIBRARY")
+    return {"nccl_library": library} if kind == "put" and library else {}
 
 
 def run_scenario(
@@ -100,7 +107,7 @@ def process_opener(rank: int, kind: str) -> OpenChannels:
         timeout_seconds: float = 20,
         pipeline: str = "",
         rank: int = rank,
-        **options: object,
+        **more_options: object,
     ) -> Transport:
         return open_transport(
             kind,
@@ -109,7 +116,7 @@ def process_opener(rank: int, kind: str) -> OpenChannels:
             device=device,
             timeout_seconds=timeout_seconds,
             store=PrefixStore(f"pipeline {pipeline}", store),
-            **options,
+            **(options(kind) | more_options),
         )
 
     return open_channels

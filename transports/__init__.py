@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import torch
@@ -29,8 +29,8 @@ KINDS = ("auto", "local", "gloo", "nccl", "copy_engine", "put")
 _MODULE_OF = {kind: kind for kind in KINDS} | {"gloo": "p2p"}
 
 
-def unavailable_reason(kind: str) -> str | None:
-    """Why this process cannot use `kind`, with the remedy; None if it can."""
+def unavailable_reason(kind: str, options: Mapping[str, object] | None = None) -> str | None:
+    """Why this process cannot use `kind` with these options, with the remedy; None if it can."""
     if kind not in KINDS:
         return f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}"
     if kind in ("auto", "local"):
@@ -38,7 +38,11 @@ def unavailable_reason(kind: str) -> str | None:
     if kind == "gloo":
         has_gloo = dist.is_available() and dist.is_gloo_available()
         return None if has_gloo else "this torch is built without gloo; install one that has it"
-    reason: str | None = _module(kind).unavailable_reason()
+    module = _module(kind)
+    # What put needs depends on an option, the library that it is to load.
+    reason: str | None = (
+        module.unavailable_reason(options or {}) if kind == "put" else module.unavailable_reason()
+    )
     return reason
 
 
@@ -70,7 +74,9 @@ def open_transport(
             raise TransportError(f"ranks {ranks} need a store to find each other; pass store=")
         # The n-th opening of this rank meets the n-th of the others, under names of its own.
         store = PrefixStore(f"opening {store.add(f'openings of rank {rank}', 1)}", store)
-        kind_of = _agreed_kinds(kind, channels, rank, ranks, device, timeout_seconds, store)
+        kind_of = _agreed_kinds(
+            kind, channels, rank, ranks, device, timeout_seconds, store, options
+        )
     carriers: list[tuple[Transport, Sequence[Channel]]] = []
     for used in sorted(set(kind_of.values())):
         carried = [c for c in channels if kind_of[c.id] == used]
@@ -96,9 +102,10 @@ def _agreed_kinds(
     device: torch.device,
     timeout_seconds: float,
     store: Store,
+    options: Mapping[str, object],
 ) -> dict[int, str]:
     """Each channel's kind by its id, once all ranks agree on the channels and can use the kind."""
-    reason = unavailable_reason(kind)
+    reason = unavailable_reason(kind, options)
     facts = [
         agree.Fact("the transport", kind if reason is None else f"{kind} (unusable: {reason})"),
         *agree.channel_facts(channels, rank),
@@ -115,7 +122,7 @@ def _agreed_kinds(
         raise TransportError(f"{kind} cannot be used: {reason}")
     if kind != "auto":
         return {c.id: "local" if c.src_rank == c.dst_rank else kind for c in channels}
-    usable = [k for k in KINDS if k != "auto" and unavailable_reason(k) is None]
+    usable = [k for k in KINDS if k != "auto" and unavailable_reason(k, options) is None]
     stated = agree.gather(
         PrefixStore("abilities", store),
         rank,
