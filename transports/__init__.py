@@ -86,7 +86,7 @@ def open_transport(
             device=device,
             timeout_seconds=timeout_seconds,
             store=None if store is None else PrefixStore(used, store),
-            options=options if used == kind or used != "local" else {},
+            options={} if used == "local" and kind != "local" else options,
         )
         carriers.append((transport, carried))
     if len(carriers) == 1:
