@@ -115,8 +115,8 @@ def traffic(schedule: Schedule) -> dict[Edge, Traffic]:
         sent, taken, freed = done[edge.src_stage], done[edge.dst_stage], ends[edge.dst_stage]
         if odd := (sent.keys() ^ taken.keys()) | (sent.keys() ^ freed.keys()):
             raise ScheduleError(
-                f"{edge}: micro-batch {min(odd)} is not computed at both ends;"
-                " check(schedule) shows where"
+                f"{edge}: micro-batch {min(odd)} lacks an op at one end; check(schedule) shows"
+                " which"
             )
         result[edge] = Traffic(edge, tuple(sent), taken, freed)
     return result

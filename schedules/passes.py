@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from ppruntime.schedules.counts import Edge, Traffic, crosses_ranks, traffic
 from ppruntime.schedules.ops import COMPUTE, Kind, Op, Pair, Schedule, ScheduleError, Step, ops_of
@@ -174,27 +175,32 @@ def _place_receives(
     for number, channel in enumerate(incoming):
         edge, sent = channel.edge, channel.sent
         num_slots = slots if isinstance(slots, int) else slots[edge]
-        earliest, free_from = [], 0
+        gaps, free_from = [], 0
         for k, m in enumerate(sent):
             if k >= num_slots:
                 free_from = max(free_from, channel.freed_at[sent[k - num_slots]] + 1)
-            earliest.append(max(free_from, not_before.get((edge, m), 0)))
+            gaps.append(max(free_from, not_before.get((edge, m), 0)))
         # Receives of a channel keep the sender's order: none later than one that follows it.
-        gap = reader = len(order)
-        for k in reversed(range(len(sent))):
-            taken = channel.taken_at[sent[k]]
-            gap, reader = min(gap, earliest[k]), min(reader, taken)
-            if gap > taken:
+        gaps = _running_least(gaps)
+        readers = _running_least([channel.taken_at[m] for m in sent])
+        for k, m in enumerate(sent):
+            taken = channel.taken_at[m]
+            if gaps[k] > taken:
                 raise ScheduleError(
-                    f"rank {rank}, step {taken}: {order[taken]} needs micro-batch {sent[k]} while"
-                    f" all {num_slots} slots for {edge} are held; {channel.slots_held} are enough"
+                    f"rank {rank}, step {taken}: {order[taken]} needs micro-batch {m} while all"
+                    f" {num_slots} slots for {edge} are held; {channel.slots_held} are enough"
                 )
             kind = Kind.RECV_F if edge.kind == "F" else Kind.RECV_B
-            placed[gap].append((reader, number, k, Op(edge.dst_stage, kind, sent[k])))
+            placed[gaps[k]].append((readers[k], number, k, Op(edge.dst_stage, kind, m)))
     return {
         gap: [op for *_, op in sorted(found, key=lambda receive: receive[:3])]
         for gap, found in placed.items()
     }
+
+
+def _running_least(numbers: Sequence[int]) -> list[int]:
+    """Each number lowered to the least of those that follow it."""
+    return list(accumulate(reversed(numbers), min))[::-1]
 
 
 def _lead_limits(

@@ -1,5 +1,7 @@
 """What every order promises, for any number of ranks, chunks and micro-batches."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -195,6 +197,15 @@ def test_gradients_add_up_in_ascending_order_on_every_order():
                     if op.stage == stage and op.kind in (Kind.B, Kind.W)
                 ]
                 assert added == list(range(11)), name
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_zb1p", "v_half", "dualpipe_v"])
+def test_16_ranks_and_320_micro_batches_are_ready_in_seconds(name):
+    """80,000 to 90,000 ops with two chunks; 1 to 2 s on a free core, the limit is for a busy one."""
+    start = time.process_time()
+    schedule = make(name, 16, 320)
+    check(add_frees(add_transfers(schedule)), slots=slots_held(schedule))
+    assert time.process_time() - start < 8
 
 
 def test_pairs_are_a_forward_of_one_chunk_and_a_backward_of_the_other():
