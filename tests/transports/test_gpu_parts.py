@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from ppruntime.launch import bench_transports
 from ppruntime.transports import copy_engine, lives, meeting, nccl, nccl_api, put, ring
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
 from ppruntime.transports.driver import AccessDesc, AllocationProp
@@ -69,7 +70,7 @@ def test_counts_wrap_as_the_hardware_compares_them(count, ahead):
 
 @given(st.data())
 def test_nothing_overlaps_in_the_memory_of_two_neighbours(data):
-    num_channels = data.draw(st.integers(1, 40))
+    num_channels = data.draw(st.integers(1, 8))
     channels = []
     for i in range(num_channels):
         extents = data.draw(st.lists(st.integers(0, 700), max_size=3))
@@ -364,3 +365,33 @@ def test_orders_in_turn_can_always_be_made(seed):
     channels = [_channel(0, 0, 1), _channel(1, 1, 0, slots=1)]
     orders = in_turn_order(channels, {0: 5, 1: 4}, rng)
     assert sum(map(len, orders.values())) == 4 * 9
+
+
+# The bench's own arithmetic
+
+
+def test_bars_compare_within_the_run_and_the_worse_rank_counts():
+    largest = bench_transports.SIZES_BYTES[-1]
+
+    def row(metric, kind, median):
+        return {"metric": metric, "kind": kind, "num_bytes": largest, "median": median}
+
+    one = [
+        row("both ways", bench_transports.RAW, 400.0),
+        row("both ways", "put", 390.0),
+        row("bf16 matmul, one way", "put", 4.0),
+        row("bf16 matmul, one way", "nccl", 20.0),
+    ]
+    other = [row("both ways", "put", 380.0), row("bf16 matmul, one way", "put", 5.0)]
+    bars = bench_transports._bars([one, other])
+    assert bars["put both ways at 335 MB, of raw peer copy (bar 0.95)"] == 380 / 400
+    assert bars["put slow-down of bf16 matmul, one way, of nccl's (bar 0.4)"] == 5 / 20
+    assert len(bars) == 2  # what was not measured has no bar
+
+
+def test_a_row_says_its_spread():
+    row = bench_transports.Row("one way", "put", 335_544_320, "GB/s", [380.0, 390.0, 400.0])
+    assert "390.00 GB/s" in str(row)
+    assert "+-  2.6 %" in str(row)
+    record = row.record()
+    assert (record["median"], record["lowest"], record["highest"]) == (390.0, 380.0, 400.0)
