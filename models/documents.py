@@ -1,12 +1,12 @@
 """Documents packed into rows: where each starts, its groups of tokens, what a token may see.
 
-A row holds documents of any lengths, one after another; `positions` start at 0 in each.
+A row holds documents of any lengths, one after another; each starts at position 0.
 Compressed entries are made of `ratio` consecutive tokens of one document, counted from its start;
 an incomplete last group gives none. The entry whose first token is in row place t has the number
 t // ratio within the row: first tokens of two groups are at least `ratio` apart, so numbers never
 clash, and the entries of one document are consecutive. Numbers that no group takes belong to none.
 
-Shape letters: B rows, T tokens, C entries = T // ratio, R tokens of a group, W window, N any number.
+Shape letters: B rows, T tokens, C entries = T // ratio, R tokens of a group, W window, N any.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def group_places(positions_BT: Tensor, ratio: int) -> Tensor:
     """
     num_entries = positions_BT.shape[1] // ratio
     num_places = num_entries * ratio
+    if num_entries == 0:
+        return positions_BT.new_zeros(positions_BT.shape[0], 0, ratio)
     steps_R = torch.arange(ratio, device=positions_BT.device)
     entries_C1 = torch.arange(num_entries, device=positions_BT.device).unsqueeze(-1) * ratio
     if ratio == 1:

@@ -80,11 +80,15 @@ def normalized(text: str) -> str:
     return single if single == " " else single.strip() or text
 
 
-def token_map(texts: Sequence[str]) -> tuple[int, ...]:
-    """Class of each token, numbered by first occurrence; `texts[i]` is the decoded token i.
+def token_map(texts: Sequence[str], symbols: Sequence[str]) -> tuple[int, ...]:
+    """Class of each token, numbered by first occurrence.
 
-    Texts with the replacement character are bytes of a longer character: the caller gives their raw
-    form, which keeps them apart.
+    `texts[i]` is token i decoded alone, `symbols[i]` its entry in the vocabulary. A token that is
+    only a part of a character decodes to U+FFFD; its entry keeps it apart from the others.
     """
     classes: dict[str, int] = {}
-    return tuple(classes.setdefault(normalized(text), len(classes)) for text in texts)
+    keys = (
+        symbol if "\ufffd" in text else normalized(text)
+        for text, symbol in zip(texts, symbols, strict=True)
+    )
+    return tuple(classes.setdefault(key, len(classes)) for key in keys)

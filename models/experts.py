@@ -62,11 +62,12 @@ class _DeferrableExpertLinear(torch.autograd.Function):
                 torch.mm(grad_RO[rows], weight_EOI[expert], out=grad_x[rows])
         if not ctx.needs_input_grad[1]:
             return grad_x, None, None, None
+        inputs_RI = x_RI.detach()
 
         def weight_grad() -> Tensor:
             grad_EOI = torch.zeros_like(weight_EOI)
             for expert, rows in _slices(rows_per_expert):
-                torch.mm(grad_RO[rows].t(), x_RI[rows], out=grad_EOI[expert])
+                torch.mm(grad_RO[rows].t(), inputs_RI[rows], out=grad_EOI[expert])
             return grad_EOI
 
         return grad_x, now_or_later(ctx.queue, weight_EOI, weight_grad), None, None

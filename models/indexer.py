@@ -42,7 +42,7 @@ class Selection(NamedTuple):
 def index_scores(q_BTHI: Tensor, weights_BTH: Tensor, keys_BCI: Tensor) -> Tensor:
     """[B, T, C]: sum_h w_h relu(q_h . k), summed in fp32."""
     products_BTHC = torch.einsum("bthi,bci->bthc", widened(q_BTHI), widened(keys_BCI))
-    return (widened(weights_BTH).unsqueeze(2) @ products_BTHC.relu()).squeeze(2)
+    return (products_BTHC.relu() * widened(weights_BTH).unsqueeze(-1)).sum(2)
 
 
 def to_local(scores_BTC: Tensor, first_BT: Tensor, num_visible_BT: Tensor) -> Tensor:

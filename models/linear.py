@@ -63,10 +63,18 @@ def accumulate_grad(weight: Tensor, grad: Tensor) -> None:
 def now_or_later(
     queue: WeightGradQueue | None, weight: Tensor, compute: Callable[[], Tensor]
 ) -> Tensor | None:
-    """The weight gradient that `compute` gives, for autograd; or None: it waits in the queue."""
+    """The weight gradient that `compute` gives, for autograd; or None: it waits in the queue.
+
+    `compute` should hold detached operands: a task must not keep the autograd graph alive.
+    """
     if queue is None or not queue.deferring:
         return compute()
-    queue.add(lambda: accumulate_grad(weight, compute()))
+
+    def task() -> None:
+        with torch.no_grad():
+            accumulate_grad(weight, compute())
+
+    queue.add(task)
     return None
 
 
@@ -93,7 +101,7 @@ class _DeferrableLinear(torch.autograd.Function):
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return grad_x, None, None, None
-        grad_NO, x_NI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        grad_NO, x_NI = grad.reshape(-1, grad.shape[-1]), x.detach().reshape(-1, x.shape[-1])
         grad_weight = now_or_later(ctx.queue, weight, lambda: grad_NO.t() @ x_NI)
         return grad_x, grad_weight, None, None
 
@@ -140,8 +148,9 @@ class _DeferrableGroupedLinear(torch.autograd.Function):
             grad_x = torch.einsum("ngo,goi->ngi", grad_NGO, weight_GOI)
         if not ctx.needs_input_grad[1]:
             return grad_x, None, None
+        inputs_NGI = x_NGI.detach()
         grad_weight = now_or_later(
-            ctx.queue, weight_GOI, lambda: torch.einsum("ngo,ngi->goi", grad_NGO, x_NGI)
+            ctx.queue, weight_GOI, lambda: torch.einsum("ngo,ngi->goi", grad_NGO, inputs_NGI)
         )
         return grad_x, grad_weight, None
 

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ppruntime.models.precision import widened
-
 _E4M3_MAX = 448.0
 _E2M1_MAX = 6.0
 
@@ -77,8 +75,9 @@ class _StraightThrough(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cache_format: CacheFormat) -> Tensor:
         group_size, rounded = _ROUNDING[cache_format]
         num_channels = x.shape[-1]
-        padded = functional.pad(widened(x).float(), (0, -num_channels % group_size))
-        groups = padded.view(*padded.shape[:-1], -1, group_size)
+        num_groups = -(-num_channels // group_size)
+        padded = functional.pad(x.float(), (0, num_groups * group_size - num_channels))
+        groups = padded.view(*x.shape[:-1], num_groups, group_size)
         largest = groups.abs().amax(-1, keepdim=True)
         return rounded(groups, largest).flatten(-2)[..., :num_channels].to(x.dtype)
 

@@ -1,0 +1,160 @@
+import math
+
+import pytest
+import torch
+from msgspec.structs import replace
+from whole_model import byte_token_map, random_batch
+
+from ppruntime.models.dims import preset
+from ppruntime.models.engram import Engram, NgramHash, hash_multipliers
+from ppruntime.models.engram_hash import bucket_sizes, is_prime, normalized, token_map
+from ppruntime.models.init import init_parameters
+
+TINY = preset("tiny")
+FLASH = preset("v41-flash")
+
+
+def test_multipliers_of_v41_flash_are_the_released_ones():
+    assert hash_multipliers(1, 4, 99092) == (
+        76632096046245,
+        4839876093313,
+        35959672319349,
+        73987337458391,
+    )
+    assert hash_multipliers(14, 4, 99092) == (
+        67716810739261,
+        51510806800915,
+        30921347202721,
+        82619226485591,
+    )
+
+
+def test_table_sizes_of_v41_flash_are_the_released_ones():
+    sizes = bucket_sizes(FLASH)
+    assert sizes[0][:2] == (16000057, 16000079)
+    assert [sum(layer) for layer in sizes] == [384006168, 384016682]
+
+
+def test_small_tables_have_the_rows_of_the_reference_run():
+    assert [sum(layer) for layer in bucket_sizes(TINY)] == [630, 834]
+    assert [sum(layer) for layer in bucket_sizes(preset("v41-proxy-8"))] == [1574980, 1580602]
+
+
+def test_primes_are_those_of_a_sieve():
+    numbers = set(range(2, 2000))
+    for n in range(2, 45):
+        numbers -= set(range(2 * n, 2000, n))
+    assert {n for n in range(2000) if is_prime(n)} == numbers
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Ünï", "uni"),
+        (" The\n\t ", "the"),
+        ("a \r\n b", "a b"),
+        (" ", " "),
+        ("\n\n", " "),
+        ("ﬁ", "fi"),
+        ("́", "́"),
+        ("\u00a0", " "),
+    ],
+)
+def test_tokens_are_normalised(text, expected):
+    assert normalized(text) == expected
+
+
+def test_parts_of_characters_keep_their_symbols_apart():
+    assert token_map(["a", "\ufffd", "A", "\ufffd"], ["a", "Ã", "A", "©"]) == (0, 1, 0, 2)
+
+
+def test_the_256_bytes_have_227_classes():
+    assert len(set(byte_token_map())) == 227
+
+
+def plain_rows(dims, layer, ids, positions, masked, classes):
+    """Rows of one sequence by the definition, in Python's integers."""
+    multipliers = hash_multipliers(layer, 4, dims.engram_compressed_vocab)
+    sizes = bucket_sizes(dims)[dims.engram_layers.index(layer)]
+    rows = []
+    for t in range(len(ids)):
+        tokens, cut = [], False
+        for back in range(4):
+            cut = cut or back > positions[t] or masked[t - back]
+            tokens.append(classes[dims.engram_pad_id if cut else ids[t - back]])
+        row, column = [], 0
+        for order in (2, 3, 4):
+            mixed = 0
+            for token, multiplier in zip(tokens[:order], multipliers, strict=False):
+                mixed ^= token * multiplier
+            for _ in range(dims.engram_heads):
+                row.append(mixed % sizes[column] + sum(sizes[:column]))
+                column += 1
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("compressed_vocab", [256, 227])
+def test_rows_follow_the_hash_within_documents_and_up_to_masked_tokens(compressed_vocab):
+    dims = replace(TINY, engram_compressed_vocab=compressed_vocab)
+    ngrams = NgramHash(dims, 4)
+    classes = range(256)
+    if compressed_vocab != 256:
+        classes = byte_token_map()
+        ngrams.token_map.copy_(torch.tensor(classes))
+    batch = random_batch(dims, 5, [(1, 9, 2, 20), (16, 3, 12, 1)])
+    masked = torch.rand(2, 32, generator=torch.Generator().manual_seed(0)) < 0.2
+    rows = ngrams(batch.ids, batch.positions, masked)
+    for b in range(2):
+        expected = plain_rows(
+            dims,
+            4,
+            batch.ids[b].tolist(),
+            batch.positions[b].tolist(),
+            masked[b].tolist(),
+            classes,
+        )
+        assert rows[b].tolist() == expected
+
+
+def test_constants_come_back_after_the_meta_device():
+    dims = replace(TINY, engram_compressed_vocab=200)
+    ngrams = NgramHash(dims, 1, device="meta").to_empty(device="cpu")
+    ngrams.reset_buffers()
+    fresh = NgramHash(dims, 1)
+    for name, buffer in fresh.named_buffers():
+        assert torch.equal(ngrams.get_buffer(name), buffer), name
+
+
+def make_engram(dtype=torch.float32):
+    engram = Engram(TINY, 1, dtype=dtype)
+    init_parameters(engram, "engram", 0, std=0.3)
+    return engram
+
+
+def test_gate_and_sum_follow_their_formula():
+    engram, batch = make_engram(), random_batch(TINY, 0, [(6,)])
+    with torch.no_grad():
+        engram.query.normal_()
+        engram.key.normal_()
+    streams = torch.randn(1, 6, 4, 64)
+    out = engram(streams, batch.ids, batch.positions)
+    rows = engram.hash(batch.ids, batch.positions)
+    for t in range(6):
+        found = engram.projection.weight @ engram.table[rows[0, t]].flatten()
+        value = found[4 * 64 :]
+        for i in range(4):
+            x, key = streams[0, t, i], found[i * 64 : (i + 1) * 64]
+            match = (x * engram.query[i] * engram.key[i] * key).sum() / math.sqrt(64)
+            match = match / x.square().mean().sqrt() / key.square().mean().sqrt()
+            root = match.abs().clamp_min(1e-6).sqrt() * match.sign()
+            torch.testing.assert_close(out[0, t, i], x + torch.sigmoid(root) * value)
+
+
+def test_masked_tokens_keep_their_streams():
+    engram, batch = make_engram(), random_batch(TINY, 0, [(6,)])
+    streams = torch.randn(1, 6, 4, 64)
+    masked = torch.tensor([[False, True, False, False, False, True]])
+    out = engram(streams, batch.ids, batch.positions, masked)
+    assert torch.equal(out[masked], streams[masked])
+    assert not torch.equal(out[~masked], streams[~masked])
