@@ -102,14 +102,15 @@ def test_one_slot_a_channel_is_enough_but_for_interleaved_zb1p(schedule):
     if schedule.num_ranks == 1:
         assert needed == 0
     elif schedule.name == "interleaved_zb1p":
-        assert 1 <= needed <= max(1, schedule.num_ranks // 2)
+        assert 1 <= needed <= (schedule.num_ranks + 1) // 2
     else:
         assert needed == 1
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 6, 8])
-def test_interleaved_zb1p_needs_half_as_many_slots_as_ranks(num_ranks):
-    assert slots_needed(make("interleaved_zb1p", num_ranks, 3 * num_ranks)) == num_ranks // 2
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8])
+def test_interleaved_zb1p_needs_half_as_many_slots_as_ranks_rounded_up(num_ranks):
+    schedule = make("interleaved_zb1p", num_ranks, 3 * num_ranks)
+    assert slots_needed(schedule) == (num_ranks + 1) // 2
 
 
 @given(st.integers(1, 10), st.integers(1, 30))
@@ -199,9 +200,9 @@ def test_gradients_add_up_in_ascending_order_on_every_order():
                 assert added == list(range(11)), name
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved_zb1p", "v_half", "dualpipe_v"])
+@pytest.mark.parametrize("name", ["v_half", "dualpipe_v"])
 def test_16_ranks_and_320_micro_batches_are_ready_in_seconds(name):
-    """80,000 to 90,000 ops with two chunks; 1 to 2 s on a free core, the limit is for a busy one."""
+    """80,000 to 90,000 ops; 1 to 2 s on a free core, the limit is for a busy one."""
     start = time.process_time()
     schedule = make(name, 16, 320)
     check(add_frees(add_transfers(schedule)), slots=slots_held(schedule))
