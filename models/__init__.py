@@ -6,9 +6,10 @@ module), `carry.Carry` (what passes from unit to unit).
 numbers     dims, parameters, presets, engram_hash (all without torch)
 contracts   carry, linear (weight gradients that can wait), init
 documents   packed documents: starts, groups, visible entries; used wherever attention looks back
-attention   attention (V4.1), attention_v4, rope, quantize, norm
-residual    mhc (V4.1), mhc_v4, engram
+attention   attention (V4.1), attention_v4, compressor_v4, indexer, sparse_attention, rope, quantize
+residual    mhc, mhc_v4 (the head's collapse), engram
 experts     moe, router, experts
-ends        units (embedding and the assembly of all), head
+small       norm, topk (one rule for ties), precision (where bf16 models compute in fp32)
+ends        units (embedding, head, assembly of all), head (the loss)
 kernels/    faster versions, each beside its naive reference
 """
