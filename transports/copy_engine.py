@@ -248,7 +248,7 @@ class _Fabric:
             destination.release_waits(self._stream.handle)
         return True
 
-    def close(self) -> None:
+    def close(self, *, orderly: bool) -> None:
         # Credits may still be on their way to the peer; nothing that they wait for is missing.
         torch.cuda.synchronize(self._device)
         for memory in self._memories:

@@ -75,8 +75,9 @@ class Fabric(Protocol):
         """Lets every wait that this rank's streams are in pass, without data. Called after an
         abort, again and again until none waits. False if nothing can: the process must end."""
 
-    def close(self) -> None:
-        """Gives back groups and buffers; nothing of them is in use on the device any more."""
+    def close(self, *, orderly: bool) -> None:
+        """Gives back groups and buffers; nothing of them is in use on this GPU any more. Without
+        a word to peers if not `orderly`: after an abort they may be gone."""
 
 
 PENDING_WAIT_EXIT_CODE = 86
@@ -221,13 +222,14 @@ class DeviceTransport:
                 self._wait_until_left()
         finally:
             drained = self._drain()
+            orderly = self._ledger.ended is None
             with self._lock:
                 self._closed = True
             self._ledger.end(f"{self.kind}, rank {self._rank}: the transport is closed")
             self._watchdog.close()
             if drained:
                 # What still waits keeps its buffers: giving them back would wait for it, for ever.
-                self._fabric.close()
+                self._fabric.close(orderly=orderly)
                 for stream in self._own_streams():
                     stream.destroy()
 

@@ -161,8 +161,10 @@ class _Fabric:
                 group.abort()
         return True
 
-    def close(self) -> None:
-        if not self._aborted:
+    def close(self, *, orderly: bool) -> None:
+        if not orderly:
+            self.unblock()  # shutting down would wait for peers
+        elif not self._aborted:
             for group in (*self.sending, *self.receiving):
                 group.shutdown()
 

@@ -146,10 +146,12 @@ class _Fabric:
         """Nothing can: the signal counts are NCCL's own."""
         return not self.edges
 
-    def close(self) -> None:
-        torch.cuda.synchronize()
-        for edge in self.edges:
-            edge.close()
+    def close(self, *, orderly: bool) -> None:
+        if orderly:
+            torch.cuda.synchronize()
+            for edge in self.edges:
+                edge.close()
+        # Else NCCL might wait for a peer that is gone; the end of the process gives all back.
 
 
 def unavailable_reason(options: Mapping[str, object] | None = None) -> str | None:
