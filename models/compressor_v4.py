@@ -49,7 +49,7 @@ class CompressorV4(nn.Module):
     def forward(self, x_BTD: Tensor, positions_BT: Tensor, rope: Rope) -> Tensor:
         """entries_BCK, C = T // ratio, numbered as in `documents`, rotated to their first token's
         position. Numbers that no group takes hold something finite that nobody may see."""
-        if positions_BT.shape[1] < self.ratio:
+        if positions_BT.shape[1] < self.ratio:  # no group fits into the row
             return x_BTD.new_empty(x_BTD.shape[0], 0, self.norm.weight.shape[0])
         places_BCR = group_places(positions_BT, self.ratio)
         first_BC = positions_BT.gather(1, places_BCR[..., 0])

@@ -57,6 +57,7 @@ if ((${#sides[@]} == 0)); then sides=(nemo hf); fi
 
 # One thread: on a busy small machine two threads made the same step sixty times slower.
 export OMP_NUM_THREADS=1 PYTHONPATH=$PWD
+failed=()
 for side in "${sides[@]}"; do
   case $side in
   nemo | hf) "prepare_$side" ;;
@@ -65,5 +66,10 @@ for side in "${sides[@]}"; do
     exit 2
     ;;
   esac
-  if ! $setup_only; then ".venv-oracle-$side/bin/python" "tests/oracle/compare_$side.py"; fi
+  if $setup_only; then continue; fi
+  ".venv-oracle-$side/bin/python" "tests/oracle/compare_$side.py" || failed+=("$side")
 done
+if ((${#failed[@]} > 0)); then
+  echo "run.sh: comparison failed: ${failed[*]}" >&2
+  exit 1
+fi
