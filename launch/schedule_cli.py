@@ -37,13 +37,56 @@ Transfer: TypeAlias = Annotated[
     str, Parameter(help="One-way latency between ranks; or one per stage hop, separated by ','.")
 ]
 FusePairs: TypeAlias = Annotated[
-    bool, Parameter(help="Fused pairs (dualpipe_v) wait for both their inputs.")
+    bool, Parameter(negative="", help="Fused pairs (dualpipe_v) wait for both their inputs.")
 ]
 Gain: TypeAlias = Annotated[
     float, Parameter(help="Time of a fused pair over that of its halves one after the other.")
 ]
-Json: TypeAlias = Annotated[bool, Parameter(help="Print one JSON object.")]
-Output: TypeAlias = Annotated[Path | None, Parameter(help="Write the picture or table here.")]
+WarmupStep: TypeAlias = Annotated[
+    str | None,
+    Parameter(
+        help="async_1f1b and 1f1b_w: s, rank r runs s (ranks - 1 - r) forwards before its first "
+        "backward; or these numbers, separated by ','."
+    ),
+]
+StallBudget: TypeAlias = Annotated[
+    str | None,
+    Parameter(
+        help="Plan the smallest such numbers with which a micro-batch takes at most this much "
+        "longer than the busiest rank's work on it, such as 1%."
+    ),
+]
+MemoryBudget: TypeAlias = Annotated[
+    str | None,
+    Parameter(
+        help="Plan the fastest such numbers with at most this many activations on a rank; or one "
+        "limit a rank, separated by ','."
+    ),
+]
+MemoryCap: TypeAlias = Annotated[
+    str | None,
+    Parameter(
+        help="A multiple of 1F1B's peak (as many whole-rank activations as ranks), for every rank; "
+        "or whole-rank activations per rank, separated by ','; not given: no cap."
+    ),
+]
+Lowered: TypeAlias = Annotated[
+    bool,
+    Parameter(
+        negative="",
+        help="Show the order with sends, receives and frees, one line a step, not its times.",
+    ),
+]
+Json: TypeAlias = Annotated[bool, Parameter(negative="", help="Print one JSON object.")]
+Svg: TypeAlias = Annotated[Path | None, Parameter(help="Write the picture here.")]
+Csv: TypeAlias = Annotated[Path | None, Parameter(help="Write the order here, a row a rank.")]
+Trace: TypeAlias = Annotated[
+    Path | None,
+    Parameter(help="Write a Chrome trace (Perfetto) here; a unit of time is a millisecond."),
+]
+Width: TypeAlias = Annotated[
+    int | None, Parameter(help="Columns of the picture; by default the terminal's.")
+]
 
 
 @app.command(name="list")
@@ -69,24 +112,25 @@ def list_orders(*, json: Json = False) -> int:
 @app.command
 def show(
     order: str,
+    /,
     *,
     ranks: Ranks = 4,
     micro_batches: MicroBatches = 8,
     stages_per_rank: StagesPerRank = None,
-    warmup_step: str | None = None,
-    stall_budget: str | None = None,
-    memory_budget: str | None = None,
+    warmup_step: WarmupStep = None,
+    stall_budget: StallBudget = None,
+    memory_budget: MemoryBudget = None,
     costs: CostsText = "1,1,1",
     transfer: Transfer = "0",
     fuse_pairs: FusePairs = False,
     overlap_gain: Gain = 1.0,
     jitter: float = 0.0,
     seed: int = 0,
-    lowered: bool = False,
-    svg: Output = None,
-    csv: Output = None,
-    trace: Output = None,
-    width: int | None = None,
+    lowered: Lowered = False,
+    svg: Svg = None,
+    csv: Csv = None,
+    trace: Trace = None,
+    width: Width = None,
     json: Json = False,
 ) -> int:
     """Draws one order in time and says where the time goes.
@@ -95,24 +139,10 @@ def show(
     ----------
     order
         A name from `schedule list`, or a .csv or .json file with an order.
-    warmup_step
-        async_1f1b and 1f1b_w: s, rank r runs s (ranks - 1 - r) forwards first; or these numbers,
-        separated by ','.
-    stall_budget
-        Plan the smallest such numbers for which a micro-batch takes at most this much longer than
-        the busiest rank's work: 1%.
-    memory_budget
-        Plan the fastest such numbers that keep this many activations on a rank; or one a rank.
     jitter
         Relative standard deviation of op times.
     seed
         Of the jitter.
-    lowered
-        Show the order with sends, receives and frees, one line a step, instead of its times.
-    trace
-        Write a Chrome trace (Perfetto) here; a unit of time is a millisecond.
-    width
-        Columns of the picture; by default the terminal's.
     """
     from ppruntime.launch import schedule_report as report
     from ppruntime.schedules import draw, passes
@@ -252,30 +282,23 @@ def search(
     stages_per_rank: int = 1,
     costs: CostsText = "1,1,1",
     transfer: Transfer = "0",
-    memory_cap: str | None = None,
+    memory_cap: MemoryCap = None,
     seed: int = 0,
     effort: int | None = None,
-    svg: Output = None,
-    csv: Output = None,
-    trace: Output = None,
-    width: int | None = None,
+    svg: Svg = None,
+    csv: Csv = None,
+    trace: Trace = None,
+    width: Width = None,
     json: Json = False,
 ) -> int:
     """Looks for the fastest order at these costs, never a slower one than the best known by name.
 
     Parameters
     ----------
-    memory_cap
-        A multiple of 1F1B's peak (ranks x one rank's activations of a micro-batch), for every rank;
-        or a number of such activations per rank, separated by ','; not given: no cap.
     seed
         Of the random choices; same seed, same order.
     effort
         Ops placed over all tries; the default takes a few seconds.
-    trace
-        Write a Chrome trace (Perfetto) here; a unit of time is a millisecond.
-    width
-        Columns of the picture; by default the terminal's.
     """
     from ppruntime.launch import schedule_report as report
     from ppruntime.schedules import draw, placement
@@ -325,7 +348,7 @@ def search(
 
 
 @app.command
-def check(file: str, *, slots: int | None = None, json: Json = False) -> int:
+def check(file: str, /, *, slots: int | None = None, json: Json = False) -> int:
     """Checks an order in a file: complete, in order, free of deadlock.
 
     Parameters
