@@ -32,7 +32,7 @@ from ppruntime.transports import open_transport
 from ppruntime.transports.agree import Fact, agree
 from ppruntime.transports.base import Transport
 from ppruntime.transports.ledger import describe
-from ppruntime.wrap import Sharding, wrap_units
+from ppruntime.wrap import Sharding, release_gathered, wrap_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
         received = boundaries[index - 1] if index else None
         made = probe(stages[index], received, device=ranks.device, **shape)
         handed_on[index] = describe(made)
+        release_gathered(list(stages[index].units))
     agree(
         ranks.world_store("build"),
         ranks.rank,

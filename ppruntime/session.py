@@ -31,6 +31,7 @@ from ppruntime.run_dir import ExitCode, RunDir, RunDirError, Status, new_run_dir
 from ppruntime.schedules.ops import ScheduleError
 from ppruntime.token_file import DataError
 from ppruntime.trainer import NonFiniteError, StepResult, Trainer
+from ppruntime.transports.agree import DisagreementError
 from ppruntime.transports.base import TransportError
 
 _EXIT_CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
@@ -40,6 +41,7 @@ _EXIT_CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
     (DataError, ExitCode.DATA),
     (CheckpointError, ExitCode.CHECKPOINT),
     (NonFiniteError, ExitCode.NONFINITE),
+    (DisagreementError, ExitCode.DISAGREEMENT),
     (TransportError, ExitCode.RANK_DIED),
 )
 """Errors that a person can act on: told in a sentence, without a traceback."""

@@ -6,6 +6,7 @@ that its hooks see whole units; compilation last, so that it sees both.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -67,6 +68,9 @@ def shard_unit(unit: nn.Module, sharding: Sharding, fp32_names: Collection[str])
     stage uses them for every micro-batch. Where the compute dtype is lower, the few parameters that
     the model wants in fp32 are left whole: FSDP casts all that it gathers.
     """
+    # A unit passes on what it does not touch, as FSDP's own view of its input. Units never write to
+    # a carry in place, which is what FSDP warns of.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     lower = sharding.compute_dtype is not torch.float32
     whole = {p for name, p in unit.named_parameters() if lower and name in fp32_names}
     policy = MixedPrecisionPolicy(
@@ -81,6 +85,13 @@ def shard_unit(unit: nn.Module, sharding: Sharding, fp32_names: Collection[str])
         reshard_after_forward=False,
         ignored_params=whole,
     )
+
+
+def release_gathered(units: Sequence[nn.Module]) -> None:
+    """Frees gathered parameters: the units' `parameters()` are the shards again."""
+    for unit in units:
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
 
 
 def hold_gradients(units: Sequence[nn.Module]) -> None:

@@ -20,6 +20,10 @@ from ppruntime.transports.ledger import describe
 _PARTING_SECONDS = 5.0
 
 
+class DisagreementError(TransportError):
+    """Ranks hold different views of what they are about to do; the text lists all of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fact:
     """Something that ranks must hold alike: what it is, for people, and its value or a digest of
@@ -60,9 +64,9 @@ def agree(
 ) -> None:
     """Returns on all of `ranks` once each has published its facts and no two contradict each other.
 
-    Raises TransportError, with one text on every rank, that lists each differing fact with its
-    values and their ranks; also when a rank does not come within the time limit. Give every
-    agreement a store of its own (a PrefixStore).
+    Raises DisagreementError, with one text on every rank, that lists each differing fact with its
+    values and their ranks; TransportError when a rank does not come within the time limit. Give
+    every agreement a store of its own (a PrefixStore).
     """
     statement = json.dumps([[fact.name, fact.value, fact.ranks] for fact in facts])
     statements = gather(store, rank, ranks, statement, timeout_seconds=timeout_seconds, what=what)
@@ -74,7 +78,7 @@ def agree(
     if not differences:
         return
     _part_together(store, ranks, timeout_seconds)
-    raise TransportError(
+    raise DisagreementError(
         f"the ranks disagree before {what}: {'; '.join(differences)}; start all ranks with the same"
         " configuration and code"
     )
