@@ -38,6 +38,8 @@ def _train(arguments: Sequence[str], *, is_first: bool) -> int:
             print(error, file=sys.stderr, flush=True)
         return 2
 
+    # With a single hardware queue a transfer's wait would hold the compute behind it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     from ppruntime.session import run  # loads torch: only for a configuration that can run
 
     return run(config)

@@ -107,6 +107,7 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
         device=ranks.device,
         timeout_seconds=config.pp.timeout_seconds,
         store=ranks.pipeline_store(),
+        **_transport_options(config),
     )
 
     def executor(schedule: Schedule, *, training: bool) -> Executor:
@@ -135,6 +136,17 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
         training=executor(order.lowered, training=True),
         evaluation=executor(forward_only(order.computations), training=False),
     )
+
+
+def _transport_options(config: Config) -> dict[str, object]:
+    """What `[pp]` says to the transport; keys that are not given leave it its own choice."""
+    pp = config.pp
+    options = {
+        "transport_ctas": pp.transport_ctas,
+        "recv_lead": pp.recv_lead,
+        "nccl_library": pp.nccl_library,
+    }
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def build_stage(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:

@@ -38,10 +38,7 @@ class _NotBuilt:
 
 
 _NOT_BUILT = (
-    _NotBuilt("pp.transport", ("auto", "local", "gloo"), 'use "auto", "local" or "gloo"'),
-    _NotBuilt("pp.transport_ctas", (None,), "leave it out"),
     _NotBuilt("pp.gemm_sms", (None,), "leave it out"),
-    _NotBuilt("pp.nccl_library", (None,), "leave it out"),
     _NotBuilt("pp.activation_offload", (False,), 'leave it out; ac.mode = "full" saves memory too'),
     _NotBuilt("pp.offload_masters", (False,), "leave it out"),
     _NotBuilt("optim.type", ("adamw",), 'use "adamw"'),
@@ -205,6 +202,18 @@ def _deferred_weight_grads(config: Config) -> Iterator[Broken]:
         )
 
 
+def _transport(config: Config) -> Iterator[Broken]:
+    pp = config.pp
+    for name, kind in (("transport_ctas", "nccl"), ("recv_lead", "nccl"), ("nccl_library", "put")):
+        value = getattr(pp, name)
+        if value is not None and pp.transport != kind:
+            yield (
+                f"pp.{name}",
+                f"pp.{name} = {show(value)} has no effect on pp.transport = {show(pp.transport)}; "
+                f"leave it out or use {show(kind)}",
+            )
+
+
 def _experts(config: Config) -> Iterator[Broken]:
     ep, num_experts = config.parallel.ep, config.model.dims.num_experts
     if num_experts % ep:
@@ -308,6 +317,7 @@ _RULES: tuple[Rule, ...] = (
     _warmup,
     _deferred_weight_grads,
     _experts,
+    _transport,
     _data_path,
     _made_up_data,
     _evaluation,

@@ -37,6 +37,6 @@ def make_order(config: Config) -> Order:
     if pp.defer_weight_grads:
         computations = defer_weight_grads(computations)
     slots = slots_held(computations)
-    lowered = add_frees(add_transfers(computations, slots=slots, recv_lead=pp.recv_lead))
+    lowered = add_frees(add_transfers(computations, slots=slots))
     check(lowered, slots=slots)
     return Order(computations, lowered, slots)

@@ -55,6 +55,11 @@ def run(config: Config) -> int:
         torch.set_num_threads(config.run.num_threads)
         layout = Layout(config.pp.size, config.parallel.dp, config.parallel.ep)
         check_world(layout)
+        if layout.ep > 1:
+            raise ConfigError(
+                f"parallel.ep = {layout.ep}: the trainer has no expert parallelism yet, only"
+                " `ppruntime plan` has; use 1"
+            )
         limit = config.fault.init_timeout_seconds
         ranks = join(layout, use_cuda=_wants_cuda(config), timeout_seconds=limit)
         try:

@@ -328,10 +328,7 @@ def _split(overrides):
 
 
 UNBUILT = [
-    ("pp.transport=put", '"put"', 'use "auto", "local" or "gloo"'),
-    ("pp.transport_ctas=2", "2", "leave it out"),
     ("pp.gemm_sms=120", "120", "leave it out"),
-    ("pp.nccl_library=/lib/libnccl.so", '"/lib/libnccl.so"', "leave it out"),
     ("pp.activation_offload=true", "true", 'leave it out; ac.mode = "full" saves memory too'),
     ("pp.offload_masters=true", "true", "leave it out"),
     ("optim.type=muon", '"muon"', 'use "adamw"'),
@@ -421,3 +418,28 @@ def test_any_bytes_give_a_config_or_a_config_error(tmp_path_factory, content, ov
     for paths, overrides in (([path], []), ([], [override]), ([], [f"model.name={override}"])):
         with pytest.raises(ConfigError):
             load(paths, overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        (
+            "pp.transport_ctas=4",
+            'pp.transport_ctas = 4 has no effect on pp.transport = "auto"; leave it out or use "nccl"',
+        ),
+        (
+            "pp.recv_lead=2",
+            'pp.recv_lead = 2 has no effect on pp.transport = "auto"; leave it out or use "nccl"',
+        ),
+        (
+            "pp.nccl_library=/lib/libnccl.so",
+            'pp.nccl_library = "/lib/libnccl.so" has no effect on pp.transport = "auto"; '
+            'leave it out or use "put"',
+        ),
+    ],
+)
+def test_an_option_of_another_transport_is_a_mistake(override, text):
+    tiny = Path(__file__).resolve().parents[2] / "launch" / "configs" / "tiny.toml"
+    with pytest.raises(ConfigError) as caught:
+        load([tiny], [override])
+    assert str(caught.value) == f"command line: {text}"
