@@ -39,7 +39,8 @@ def test_a_gpu_gives_the_cpus_numbers_in_fp64(quantize):
     torch.testing.assert_close(there.loss.cpu(), carry.loss, rtol=1e-10, atol=0)
     for name, grad in grads.items():
         distance = (grad.cpu() - expected[name]).norm() / expected[name].norm()
-        assert distance < 1e-6, name
+        # Angles, mix and routing bias are fp32 in every model, and sines differ by device.
+        assert distance < 1e-4, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
