@@ -277,14 +277,14 @@ class _End:
         self._micro_batches = micro_batches
         self._done = {POST: 0, SEND: 0, TAKE: 0}
         self._taken: list[int] = []
+        self._ring: list[int] = []  # slots go round: the oldest unreleased and all later hold one
 
     def legal(self) -> list[str]:
         total, done = len(self._micro_batches), self._done
-        in_use = done[POST] - done[TAKE] + len(self._taken)
         return [
             name
             for name, is_legal in (
-                (POST, done[POST] < total and in_use < self.channel.slots),
+                (POST, done[POST] < total and len(self._ring) < self.channel.slots),
                 (SEND, done[SEND] < total),
                 (TAKE, done[TAKE] < min(done[POST], done[SEND])),
                 (RELEASE, bool(self._taken)),
@@ -294,9 +294,15 @@ class _End:
 
     def do(self, name: str, rng: random.Random) -> int:
         if name == RELEASE:
-            return self._taken.pop(rng.randrange(len(self._taken)))
+            micro_batch = self._taken.pop(rng.randrange(len(self._taken)))
+            held = self._taken + self._micro_batches[self._done[TAKE] : self._done[POST]]
+            while self._ring and self._ring[0] not in held:
+                self._ring.pop(0)
+            return micro_batch
         micro_batch = self._micro_batches[self._done[name]]
         self._done[name] += 1
+        if name == POST:
+            self._ring.append(micro_batch)
         if name == TAKE:
             self._taken.append(micro_batch)
         return micro_batch

@@ -6,6 +6,7 @@ that transfers cannot work.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -125,12 +126,13 @@ def gather(
 
 
 def _part_together(store: Store, ranks: Sequence[int], timeout_seconds: float) -> None:
-    # The process that raises first may be the one that hosts the store: all have read before any
-    # goes.
-    store.add("parting", 1)
+    # The process that raises first may be the one that hosts the store: it stays until all have
+    # read. To the others the store's end is as good as the last rank's arrival here.
     deadline = time.monotonic() + min(timeout_seconds, _PARTING_SECONDS)
-    while store.add("parting", 0) < len(ranks) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    with contextlib.suppress(RuntimeError):
+        store.add("parting", 1)
+        while store.add("parting", 0) < len(ranks) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def _text(ranks: Sequence[int]) -> str:

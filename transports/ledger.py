@@ -28,12 +28,18 @@ class _Source:
 @dataclass(slots=True)
 class _Destination:
     """This rank's end of a channel that it receives on. Each micro-batch is in one of three
-    states."""
+    states.
+
+    Slots go round as a ring, in the order of the posts: a peer that writes them knows no other. So
+    a slot is free again once its micro-batch and all that were posted before it are released.
+    """
 
     channel: Channel
     posted: deque[int] = field(default_factory=deque)
     taken: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
+    ring: deque[int] = field(default_factory=deque)
+    """Micro-batches whose slots are not free, oldest first."""
 
 
 class Ledger:
@@ -87,13 +93,15 @@ class Ledger:
                 f"{channel}: micro-batch {micro_batch} was posted already in this step;"
                 " post each once"
             )
-        if len(end.posted) + len(end.taken) >= channel.slots:
+        if len(end.ring) >= channel.slots:
             raise TransportError(
-                f"{channel}: no slot is free for micro-batch {micro_batch}, all"
-                f" {channel.slots} are in use (posted {list(end.posted)}, taken"
-                f" {sorted(end.taken)}); release one first or open the channel with more slots"
+                f"{channel}: no slot is free for micro-batch {micro_batch}: the {channel.slots} go"
+                f" round as a ring, the oldest is micro-batch {end.ring[0]}'s (posted"
+                f" {list(end.posted)}, taken {sorted(end.taken)}); release that one first or open"
+                " the channel with more slots"
             )
         end.posted.append(micro_batch)
+        end.ring.append(micro_batch)
 
     def take(self, channel: Channel, micro_batch: int) -> None:
         """Checks that `micro_batch` is the oldest one that is posted and not yet taken."""
@@ -117,6 +125,8 @@ class Ledger:
             )
         end.taken.remove(micro_batch)
         end.released.add(micro_batch)
+        while end.ring and end.ring[0] in end.released:
+            end.ring.popleft()
 
     def step_end(self) -> None:
         """Checks that nothing is posted or taken, and starts a new step."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -46,11 +45,11 @@ def typed_views(boundary: Boundary, buffer: Tensor) -> tuple[Tensor, ...]:
 
 
 class SlotPool:
-    """The `channel.slots` buffers of one channel. The pool never grows.
+    """The `channel.slots` buffers of one channel, used in turn as a ring. The pool never grows.
 
-    A slot belongs to a micro-batch from `reserve` to `release`; the one that was released first is
-    handed out first. `trailer_bytes` more lie behind the boundary in each buffer, for a transport's
-    own use. Not thread-safe: the transport's host thread drives it.
+    A slot belongs to a micro-batch from `reserve` to `release`. `trailer_bytes` more lie behind the
+    boundary in each buffer, for a transport's own use. Not thread-safe: the transport's host thread
+    drives it.
     """
 
     def __init__(self, channel: Channel, device: torch.device, *, trailer_bytes: int = 0) -> None:
@@ -62,19 +61,26 @@ class SlotPool:
             for index in range(channel.slots)
             for buffer in (aligned_bytes(num_bytes, device),)
         )
-        self._free = deque(self.slots)
+        self._owners: list[int | None] = [None] * channel.slots
+        self._num_reserved = 0
         self._in_use: dict[int, Slot] = {}
 
     def reserve(self, micro_batch: int) -> Slot:
-        """The slot that is `micro_batch`'s until its release. Raises TransportError if none is
-        free."""
-        if micro_batch in self._in_use or not self._free:
+        """The slot that is `micro_batch`'s until its release: the one whose turn it is. Raises
+        TransportError if it is not released yet, or if the micro-batch has one."""
+        index = self._num_reserved % len(self.slots)
+        owner = self._owners[index]
+        if owner is not None:
             raise TransportError(
-                f"{self._channel}: no slot for micro-batch {micro_batch}, all {len(self.slots)} are"
-                f" in use by micro-batches {sorted(self._in_use)}; release one first or open the"
-                " channel with more slots"
+                f"{self._channel}: no slot for micro-batch {micro_batch}, slot {index} of"
+                f" {len(self.slots)} is next and is micro-batch {owner}'s; release that one first"
+                " or open the channel with more slots"
             )
-        slot = self._in_use[micro_batch] = self._free.popleft()
+        if micro_batch in self._in_use:
+            raise TransportError(f"{self._channel}: micro-batch {micro_batch} has a slot already")
+        self._num_reserved += 1
+        self._owners[index] = micro_batch
+        slot = self._in_use[micro_batch] = self.slots[index]
         return slot
 
     def slot_of(self, micro_batch: int) -> Slot:
@@ -88,14 +94,13 @@ class SlotPool:
 
     def release(self, micro_batch: int) -> Slot:
         """Frees the slot of `micro_batch` once the current stream's work so far has run, and gives
-        it."""
+        it. Raises TransportError if the micro-batch has none."""
         slot = self.slot_of(micro_batch)
         if self._on_cuda:
-            # One event per slot, recorded again and again: creating one costs more than recording
-            # it.
+            # One event per slot, recorded again and again: making one costs more than recording.
             if slot.free_event is None:
                 slot.free_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             slot.free_event.record()
         del self._in_use[micro_batch]
-        self._free.append(slot)
+        self._owners[slot.index] = None
         return slot
