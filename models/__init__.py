@@ -3,7 +3,7 @@
 Start at `dims.unit_specs` (the list, in numbers, no torch), then `units.build_unit` (one entry as a
 module), `carry.Carry` (what passes from unit to unit).
 
-numbers     dims, parameters, presets, engram_hash (all without torch)
+numbers     dims, dims_rules, parameters, presets, engram_hash (all without torch)
 contracts   carry, linear (weight gradients that can wait), init
 documents   packed documents: starts, groups, visible entries; used wherever attention looks back
 attention   attention (V4.1), attention_v4, compressor_v4, indexer, sparse_attention, rope, quantize

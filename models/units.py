@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ppruntime.models.attention import Attention
+from ppruntime.models.attention_v4 import AttentionV4
 from ppruntime.models.carry import CROSSING, Carry, MicroBatch
 from ppruntime.models.dims import ModelDims, Role, UnitKind, UnitSpec
 from ppruntime.models.engram import Engram
 from ppruntime.models.head import summed_cross_entropy
 from ppruntime.models.linear import Linear
 from ppruntime.models.mhc import Coefficients, HyperConnection, collapse, write_back
+from ppruntime.models.mhc_v4 import HeadCollapse
 from ppruntime.models.moe import MoE
 from ppruntime.models.norm import RMSNorm
 
@@ -183,8 +185,6 @@ def _attention(
 ) -> nn.Module:
     if dims.family == "v41":
         return Attention(dims, layer, device=device, dtype=dtype)
-    from ppruntime.models.attention_v4 import AttentionV4
-
     return AttentionV4(dims, layer, device=device, dtype=dtype)
 
 
@@ -194,8 +194,6 @@ def _head_collapse(
     """V4: streams [B, T, S, D] -> mix [B, T, S]; V4.1 uses the last sublayer's mix."""
     if dims.family == "v41":
         return None
-    from ppruntime.models.mhc_v4 import HeadCollapse
-
     return HeadCollapse(dims, device=device, dtype=dtype)
 
 
