@@ -1,0 +1,304 @@
+"""Bytes that autograd keeps of a unit from its forward to its backward, worked out from sizes.
+
+Stands for the readable path. Pure, no torch: a test holds every formula against what autograd
+really saves, to the byte. The kernels keep less, each says how much.
+
+A formula lists what the operations of one module save, in their order. Rules that recur:
+a product saves the factor of whoever needs a gradient; a linear layer saves its input, and so does
+a softmax its output; where a bf16 tensor is widened to fp32, what is saved is the copy, once more
+for every widening, while an fp32 tensor is its own copy and counts once.
+
+Letters: B sequences, T tokens, N = B T, D model width, S streams, H heads, K key width, Q query
+bottleneck, W slots, C compressed entries of a sequence, R tokens of an entry, P rotated pairs,
+E experts, A = N experts_per_token rows of experts, F inner width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ppruntime.models.dims import DTYPE_BYTES, ModelDims, Role, UnitKind, UnitSpec
+
+MAX_GATHERED = 1 << 26
+"""Elements of gathered keys above which sparse attention works in blocks of queries and keeps its
+inputs only; the same as in `sparse_attention`."""
+
+_FP32, _INT64, _INT32, _BOOL = 4, 8, 4, 1
+
+
+def saved_bytes(
+    dims: ModelDims,
+    spec: UnitSpec,
+    batch: int,
+    seq_len: int,
+    dtype: str,
+    *,
+    mix_needs_grad: bool = True,
+) -> int:
+    """What autograd saves in one unit for `batch` sequences of `seq_len` tokens, each piece of
+    memory once; parameters, token data and the carry that comes in and goes out not counted.
+
+    `dtype` is the compute dtype, float32 or bfloat16. `mix_needs_grad` is False for the unit that
+    gets the embedding's constant mix within its stage. No token is masked from Engram.
+    """
+    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
+    match spec.kind:
+        case UnitKind.EMBED:
+            return 0
+        case UnitKind.HEAD:
+            return _head(run)
+        case UnitKind.MOE:
+            return _residual(run, mix_needs_grad) + _moe(run, spec.role)
+        case _:
+            return _attention_half(run, spec, mix_needs_grad)
+
+
+def kept_fields(
+    dims: ModelDims, spec: UnitSpec, batch: int, seq_len: int, dtype: str
+) -> frozenset[str]:
+    """Fields of the carry, got or given, whose memory autograd keeps for the unit's backward. Sums
+    over keys and copies to another dtype keep none of theirs."""
+    if spec.kind is UnitKind.EMBED:
+        return frozenset()
+    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
+    kept = {"streams"} if not run.is_low else set()
+    if dims.family == "v41":
+        kept.add("mix")
+        if spec.role in _SHARE_SLOTS and _in_blocks(run, spec) and _slots_live_on(spec):
+            kept.add("slots")
+    return frozenset(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One forward: sizes, and `item`, the bytes of an element in the compute dtype."""
+
+    dims: ModelDims
+    batch: int
+    seq_len: int
+    item: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq_len
+
+    @property
+    def is_low(self) -> bool:
+        """Whether fp32 is wider than the compute dtype."""
+        return self.item < _FP32
+
+    def copy(self, numel: int) -> int:
+        """Bytes of a widened copy of `numel` elements; in fp32 there is none."""
+        return _FP32 * numel if self.is_low else 0
+
+    @property
+    def streams(self) -> int:
+        """Elements of all residual streams."""
+        return self.tokens * self.dims.num_streams * self.dims.hidden_size
+
+
+_SHARE_SLOTS = (Role.FULL, Role.REINDEX, Role.REUSE)
+
+
+def _slots_live_on(spec: UnitSpec) -> bool:
+    """Whether the slot list is one of the carry's: received, or made here and read later."""
+    return spec.role is Role.REUSE or "slots" in spec.live_after
+
+
+def _norm(run: _Run, rows: int, width: int) -> int:
+    """RMSNorm: x for its square, 1 / rms, x again for the product, x / rms, the widened weight. In
+    fp32 both x are one, and the weight is the parameter. What comes out is its reader's."""
+    return _FP32 * (2 * rows * width + rows) + run.copy(rows * width + width)
+
+
+def _residual(run: _Run, mix_needs_grad: bool) -> int:
+    """All around a sublayer: coefficients, collapse, norm, write-back."""
+    dims, tokens, streams = run.dims, run.tokens, run.dims.num_streams
+    own_mix = streams if dims.family == "v4" else 0  # in V4.1 it is the carry's
+    return (
+        _coefficients(run)
+        + (run.copy(run.streams) if mix_needs_grad else 0)  # collapse
+        + _FP32 * tokens * own_mix
+        + _norm(run, tokens, dims.hidden_size)
+        + run.copy(run.streams)  # write-back: streams, y, post
+        + _FP32 * tokens * (dims.hidden_size + streams)
+    )
+
+
+def _coefficients(run: _Run) -> int:
+    """mHC: the widened streams, 1 / rms, the projection before and after the scale, the scale, two
+    sigmoids; Sinkhorn's softmax, and a sum and a matrix per step, the last one the result."""
+    tokens, streams = run.tokens, run.dims.num_streams
+    square = streams * streams
+    coefficients = 2 * streams + square
+    sinkhorn = square + (2 * run.dims.sinkhorn_iters - 1) * (streams + square)
+    per_token = 1 + 2 * coefficients + 2 * streams + sinkhorn
+    return run.copy(run.streams) + _FP32 * (tokens * per_token + coefficients)
+
+
+def _rope(run: _Run, rows: int) -> int:
+    """Cosines and sines of some positions."""
+    return 2 * _FP32 * rows * (run.dims.rope_dim // 2)
+
+
+def _attention_half(run: _Run, spec: UnitSpec, mix_needs_grad: bool) -> int:
+    assert spec.layer is not None
+    dims = run.dims
+    total = _residual(run, mix_needs_grad) + _projections(run) + _core(run, spec)
+    if spec.layer in dims.engram_layers:
+        total += _engram(run)
+        if not run.is_low:
+            total += _FP32 * run.streams  # those that Engram gives are not the carry's
+    ratio = dims.compress_ratios[spec.layer]
+    if dims.family == "v4":
+        total += _query_norm(run)
+        if spec.role is not Role.SWA:
+            total += _compressor_v4(run, ratio, overlaps=spec.role is Role.CSA)
+    elif spec.role is Role.FULL:
+        total += _compressor_v41(run, ratio)
+    return total  # the indexer is frozen: it saves nothing
+
+
+def _projections(run: _Run) -> int:
+    """x, the query's latent and its norm, the keys' norm, the rotation there and back, the heads
+    and the groups of the output."""
+    dims, tokens = run.dims, run.tokens
+    inputs = dims.hidden_size + dims.q_lora_rank + dims.num_heads * dims.head_dim
+    inputs += dims.o_groups * dims.o_lora_rank
+    back = _rope(run, tokens) // 2  # the sines, negated
+    return (
+        run.item * tokens * inputs
+        + _norm(run, tokens, dims.q_lora_rank)
+        + _norm(run, tokens, dims.head_dim)
+        + _rope(run, tokens)
+        + back
+    )
+
+
+def _query_norm(run: _Run) -> int:
+    """V4: every head divided by its rms, as in a norm without weight."""
+    heads = run.tokens * run.dims.num_heads
+    width = run.dims.head_dim
+    return _FP32 * (heads * width + heads) + run.copy(heads * width)
+
+
+def _num_slots(run: _Run, spec: UnitSpec) -> int:
+    """Keys listed for a query."""
+    assert spec.layer is not None
+    dims = run.dims
+    if spec.role is Role.SWA:
+        return dims.window
+    if spec.role is Role.HCA:
+        return dims.window + run.seq_len // dims.compress_ratios[spec.layer]
+    return dims.num_slots
+
+
+def _in_blocks(run: _Run, spec: UnitSpec) -> bool:
+    """Whether sparse attention goes through its queries in blocks that are recomputed."""
+    per_query = run.batch * _num_slots(run, spec) * run.dims.head_dim
+    return run.seq_len > max(1, MAX_GATHERED // per_query)
+
+
+def _core(run: _Run, spec: UnitSpec) -> int:
+    """Sparse attention. In blocks: queries, keys, and the slot list if it is not the carry's. At
+    once: indices of the gathered keys, these, queries, which slots are empty, the softmax."""
+    dims, tokens = run.dims, run.tokens
+    slots, queries = _num_slots(run, spec), tokens * dims.num_heads * dims.head_dim
+    if not _in_blocks(run, spec):
+        gathered = tokens * slots * dims.head_dim
+        weights = tokens * dims.num_heads * (slots + 1)
+        return (_INT64 + _BOOL) * tokens * slots + _FP32 * (gathered + queries + weights)
+    listed = _INT32 * tokens * slots
+    if dims.family == "v41" and spec.role is Role.SWA:
+        listed = _INT64 * tokens * slots
+    elif spec.role in _SHARE_SLOTS and _slots_live_on(spec):
+        listed = 0
+    keys = run.batch * (run.seq_len + _num_entries(run, spec)) * dims.head_dim
+    return run.item * (queries + keys) + listed
+
+
+def _num_entries(run: _Run, spec: UnitSpec) -> int:
+    """Compressed entries among a sequence's keys."""
+    assert spec.layer is not None
+    ratio = run.dims.compress_ratios[spec.layer]
+    return run.seq_len // ratio if ratio else 0
+
+
+def _compressor_v41(run: _Run, ratio: int) -> int:
+    """Ratio 1: a norm and a rotation. Above: x widened, indices of the gathered values and gates,
+    values, softmax of the gates."""
+    dims = run.dims
+    entries = run.batch * (run.seq_len // ratio)
+    total = _norm(run, entries, dims.head_dim) + _rope(run, entries)
+    if ratio > 1:
+        pooled = entries * ratio
+        total += run.copy(run.tokens * dims.hidden_size)
+        total += 2 * _INT64 * pooled + 2 * _FP32 * pooled * dims.head_dim
+    return total
+
+
+def _compressor_v4(run: _Run, ratio: int, *, overlaps: bool) -> int:
+    """As V4.1's. With `overlaps` an entry pools two groups, and which have none before them is
+    saved. A sequence shorter than one group makes nothing."""
+    dims = run.dims
+    entries = run.batch * (run.seq_len // ratio)
+    if entries == 0:
+        return 0
+    pooled = entries * ratio * (2 if overlaps else 1)
+    return (
+        run.copy(run.tokens * dims.hidden_size)
+        + 2 * _INT64 * pooled
+        + (_BOOL * entries if overlaps else 0)
+        + 2 * _FP32 * pooled * dims.head_dim
+        + _norm(run, entries, dims.head_dim)
+        + _rope(run, entries)
+    )
+
+
+def _engram(run: _Run) -> int:
+    """Row numbers and rows; both gate weights widened and their product; streams, keys and value
+    widened (in fp32: the projection's output, of which keys and value are parts); streams times
+    weights; nine steps of the gate."""
+    dims, tokens = run.dims, run.tokens
+    columns = (dims.engram_max_order - 1) * dims.engram_heads
+    gates = dims.num_streams * dims.hidden_size
+    value = tokens * dims.hidden_size
+    keys_and_value = run.streams + value
+    return (
+        (_INT64 + run.item * dims.engram_head_dim) * tokens * columns
+        + _FP32 * (gates + keys_and_value + run.streams + 9 * tokens * dims.num_streams)
+        + run.copy(2 * gates + run.streams)
+    )
+
+
+def _moe(run: _Run, role: Role) -> int:
+    """Router, rows by expert, experts, shared expert, balance loss."""
+    dims, tokens, experts = run.dims, run.tokens, run.dims.num_experts
+    rows = tokens * dims.experts_per_token
+    x = tokens * dims.hidden_size
+    # The scores' order is a sort of all experts, of which the picks are a view.
+    by_score = role is Role.ROUTED and not dims.force_balanced_routing
+    picks = _INT64 * (tokens * experts if by_score else rows)
+    router = run.copy(x) + picks + _FP32 * (2 * tokens * experts + tokens + 2 * rows)
+    layout = 2 * _INT64 * rows
+    shared = _swiglu(run, tokens, dims.num_shared_experts * dims.expert_width)
+    routed = 2 * run.item * rows * dims.hidden_size + _swiglu(run, rows, dims.expert_width)
+    total = run.item * x + router + layout + routed + shared
+    if dims.balance_loss_weight:
+        total += _FP32 * (tokens + run.batch * experts)  # sums of the scores, loads
+    return total
+
+
+def _swiglu(run: _Run, rows: int, width: int) -> int:
+    """Gate and up, the gate clamped, its SiLU, up clamped, and the product that goes on."""
+    return (5 * _FP32 + run.item) * rows * width
+
+
+def _head(run: _Run) -> int:
+    """V4's collapse coefficients; collapse, norm, its output, log-probabilities, total weight."""
+    dims, tokens = run.dims, run.tokens
+    total = run.copy(run.streams) + _norm(run, tokens, dims.hidden_size)
+    total += run.item * tokens * dims.hidden_size + _FP32 * (tokens * dims.vocab_size + 1)
+    if dims.family == "v4":  # streams, 1 / rms; projection, normalised, sigmoid, mix
+        total += run.copy(run.streams) + _FP32 * tokens * (1 + 4 * dims.num_streams)
+    return total

@@ -1,0 +1,103 @@
+"""What autograd really saves in units, measured by running them: the yardstick of the formulas.
+
+On the meta device tensors have shapes and no memory, so that a full model's unit is measured too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ppruntime.models.carry import CROSSING, DIFFERENTIABLE, Carry, MicroBatch
+from ppruntime.models.dims import ModelDims, UnitSpec, carry_shape, unit_specs
+from ppruntime.models.units import build_unit
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What autograd holds after a forward."""
+
+    own_bytes: int
+    """Each piece of memory once; parameters, buffers, tokens and the carry's not counted."""
+    kept_fields: frozenset[str]
+    """Crossing fields of the carry, got or given, whose memory it holds."""
+
+
+def measure_on_meta(
+    dims: ModelDims,
+    spec: UnitSpec,
+    batch: int,
+    seq_len: int,
+    dtype: str,
+    *,
+    mix_needs_grad: bool = True,
+) -> Measured:
+    """One unit on the meta device, on a carry as the unit before would hand it on."""
+    specs = unit_specs(dims)
+    index = specs.index(spec)
+    before = specs[index - 1] if index else None
+    carry = blank_carry(dims, before, batch, seq_len, dtype, mix_needs_grad=mix_needs_grad)
+    unit = build_unit(dims, spec, device="meta", dtype=getattr(torch, dtype))
+    tokens = MicroBatch(*(_blank(batch, seq_len) for _ in range(3)))
+    return measure([unit], carry, tokens)
+
+
+def measure(units: Sequence[torch.nn.Module], carry: Carry, tokens: MicroBatch) -> Measured:
+    """Runs the units one after another, on whatever device they are."""
+    saved: list[Tensor] = []  # keeps every storage alive, so that no two share an address
+    carries = [carry]
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        for unit in units:
+            carries.append(unit(carries[-1], tokens))
+    fields = {
+        storage(tensor): name
+        for each in carries
+        for name, tensor in each._asdict().items()
+        if isinstance(tensor, Tensor)
+    }
+    held = [tensor for unit in units for tensor in (*unit.parameters(), *unit.buffers())]
+    held += [tensor for tensor in tokens if tensor is not None]
+    elsewhere = {storage(tensor) for tensor in held} | fields.keys()
+    sizes = {storage(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
+    return Measured(
+        sum(size for address, size in sizes.items() if address not in elsewhere),
+        frozenset(fields[address] for address in sizes if fields.get(address) in CROSSING),
+    )
+
+
+def storage(tensor: Tensor) -> int:
+    """Which piece of memory a tensor lies in; comparable while both tensors are alive."""
+    return tensor.untyped_storage()._cdata
+
+
+def blank_carry(
+    dims: ModelDims,
+    before: UnitSpec | None,
+    batch: int,
+    seq_len: int,
+    dtype: str,
+    *,
+    mix_needs_grad: bool = True,
+) -> Carry:
+    """The carry after the unit `before`, on the meta device."""
+    fields: dict[str, Any] = {}
+    for name in before.live_after if before else ():
+        shape, dtype_name = carry_shape(dims, name, batch, seq_len, after=before, dtype=dtype)
+        field = torch.empty(shape, dtype=getattr(torch, dtype_name), device="meta")
+        needs_grad = name in DIFFERENTIABLE and (name != "mix" or mix_needs_grad)
+        fields[name] = field.requires_grad_(needs_grad)
+    return Carry(**fields)
+
+
+def _blank(batch: int, seq_len: int) -> Tensor:
+    return torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
