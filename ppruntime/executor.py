@@ -9,15 +9,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ppruntime.clocks import Clock, OpTimes
 from ppruntime.models.carry import MicroBatch
 from ppruntime.schedules.ops import Kind, Op, Schedule, ScheduleError
-from ppruntime.stage import Stage
 from ppruntime.transports.base import Channel, Transport
+
+
+class Computes(Protocol):
+    """What the executor needs of a stage; `stage.Stage` is the real one."""
+
+    index: int
+
+    @property
+    def num_in_flight(self) -> int: ...
+
+    def forward(
+        self, micro_batch: int, received: Sequence[Tensor], batch: MicroBatch
+    ) -> tuple[Tensor, ...]: ...
+
+    def evaluate(
+        self, micro_batch: int, received: Sequence[Tensor], batch: MicroBatch
+    ) -> tuple[Tensor, ...]: ...
+
+    def backward(self, micro_batch: int, grads: Sequence[Tensor]) -> tuple[Tensor, ...]: ...
+
+    def backward_input(self, micro_batch: int, grads: Sequence[Tensor]) -> tuple[Tensor, ...]: ...
+
+    def weight_grads(self, micro_batch: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +73,7 @@ class Executor:
         self,
         schedule: Schedule,
         rank: int,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, Computes],
         channels: Sequence[Channel],
         transport: Transport,
         *,
