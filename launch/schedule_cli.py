@@ -160,7 +160,7 @@ def show(
         for flag, value in given.items():
             if value is not None:
                 raise ScheduleError(f"{flag} has no effect on {order}, a file; leave it out")
-        schedule = _read(order)
+        schedule = _read_legal(order)
     else:
         warmup = _warmup(order, ranks, warmup_step, stall_budget, memory_budget, costs, transfer)
         schedule = _make(order, ranks, micro_batches, stages_per_rank, warmup)
@@ -225,7 +225,7 @@ def compare(
         def timed(num_micro_batches: int, order: str = order) -> Timeline:
             any_stages = order.startswith("interleaved")
             schedule = (
-                _read(order)
+                _read_legal(order)
                 if _is_file(order)
                 else _make(
                     order, ranks, num_micro_batches, stages_per_rank if any_stages else None, None
@@ -401,6 +401,15 @@ def _read(file: str) -> Schedule:
         return formats.read(Path(file))
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"{file} cannot be read: {error}") from error
+
+
+def _read_legal(file: str) -> Schedule:
+    """An order from a file that may be timed: whole, and free of deadlock."""
+    from ppruntime.schedules.check import check as check_order
+
+    schedule = _read(file)
+    check_order(schedule, ascending=False)
+    return schedule
 
 
 def _make(

@@ -75,11 +75,14 @@ def caps_of(
             )
     else:
         units = [memory_cap * num_ranks] * num_ranks
-    caps = [floor(unit * stages_per_rank + 1e-9) for unit in units]
-    for rank, cap in enumerate(caps):
-        if cap < stages_per_rank:
+    caps = []
+    for rank, unit in enumerate(units):
+        if not abs(unit) < float("inf"):
+            raise ScheduleError(f"the memory cap of rank {rank} is {unit}; leave it out for no cap")
+        caps.append(floor(unit * stages_per_rank + 1e-9))
+        if caps[rank] < stages_per_rank:
             raise ScheduleError(
-                f"the memory cap gives rank {rank} {units[rank]:g} whole-rank activations; "
+                f"the memory cap gives rank {rank} {unit:g} whole-rank activations; "
                 "a step needs 1 at least"
             )
     return tuple(caps)

@@ -116,6 +116,11 @@ def simulate(
             f"costs are for {costs.num_stages} stages, schedule {schedule.name!r} has "
             f"{schedule.num_stages}; give one triple per stage"
         )
+    if not 0 <= jitter < float("inf") or not 0 < overlap_gain < float("inf"):
+        raise ScheduleError(
+            f"jitter is {jitter} and overlap_gain {overlap_gain}; jitter is a share from 0 up, the "
+            "gain a factor above 0"
+        )
     noise = noise_factors(schedule, jitter, seed)
     run = Run(schedule, costs, hops or Hops(), fuse_pairs, overlap_gain, noise)
     return _timeline(run, stage_bytes)

@@ -95,6 +95,18 @@ def test_show_writes_svg_csv_and_trace_and_reads_the_csv_back(capsys, tmp_path):
     assert {**again, "name": shown["name"]} == shown
 
 
+def test_show_refuses_a_file_whose_order_is_not_whole(capsys, tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0F1,0B0\n")
+    for command in ("show", "compare", "check"):
+        assert "0B1" in refuse(capsys, command, str(file))
+
+
+def test_costs_of_zero_are_no_trouble(capsys):
+    assert "(nothing runs)" in run(capsys, "show", "zb_v", "--costs", "0,0,0")
+    assert "(nothing runs)" in run(capsys, "search", "--costs", "0,0,0", "--effort", "1000")
+
+
 def test_show_lowered_has_the_transfers(capsys):
     text = run(capsys, "show", "1f1b", "--ranks", "2", "--micro-batches", "1", "--lowered")
     for op in ("0SEND_F0", "1RECV_F0", "1FREE_F0", "1SEND_B0", "0RECV_B0"):
@@ -179,6 +191,8 @@ def test_check_refuses_a_deadlock_with_the_waits(capsys, tmp_path):
         (("show", "missing.csv"), "missing.csv cannot be read"),
         (("show", "1f1b", "--svg", "no/such/folder/a.svg"), "a.svg cannot be written"),
         (("search", "--memory-cap", "0.1"), "a step needs 1 at least"),
+        (("show", "1f1b", "--jitter", "-0.1"), "jitter is -0.1"),
+        (("search", "--memory-cap", "inf"), "leave it out for no cap"),
         (("search", "--memory-cap", "1,1"), "names 2 ranks of 4"),
         (("search", "--ranks", "0"), "--ranks is 0"),
         (("search", "--micro-batches", "0"), "--micro-batches is 0"),
