@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppruntime.schedules import make, passes
+from ppruntime.schedules import NAMES, make, passes
 from ppruntime.schedules.costs import Costs, Hops, StageBytes, parse_costs
 from ppruntime.schedules.ops import Kind, Op, Pair, Schedule, ScheduleError
 from ppruntime.schedules.timeline import Timeline, simulate
-
-PLAIN = ("gpipe", "1f1b", "async_1f1b", "1f1b_w", "interleaved_1f1b")
 
 
 def uniform(schedule: Schedule, forward: float, input_grad: float, weight_grad: float) -> Costs:
@@ -50,27 +48,53 @@ def longest_path(schedule: Schedule, costs: Costs, hops: Hops) -> float:
     return max(at + costs.of(op) for op, at in start.items())
 
 
+GOLDEN = {
+    # 4 x 8, then 8 x 32: makespan and span bubble at 1, 1, 1, then both at 1, 1.5, 0.5
+    "gpipe": ((9, 9, 9, 9), (21, 21, 21, 21)),
+    "1f1b": ((9, 9, 9, 9), (21, 21, 21, 21)),
+    "async_1f1b": ((9, 9, 9, 9), (21, 21, 21, 21)),
+    "1f1b_w": ((6, 6, 7.5, 7.5), (14, 14, 17.5, 17.5)),
+    "zb_h1": ((3, 3, 6, 6), (7, 7, 14, 14)),
+    "zb_h2": ((3, 0, 4.5, 4.5), (7, 0, 10.5, 10.5)),
+    "interleaved_1f1b": ((4.5, 4.5, 4.5, 4.5), (10.5, 10.5, 10.5, 10.5)),
+    "interleaved_zb1p": ((1.5, 1.5, 3, 3), (3.5, 3.5, 7, 7)),
+    "zb_v": ((1.5, 0, 3, 3), (3.5, 0, 7, 7)),
+    "dualpipe_v": ((1.5, 1.5, 3.25, 3.25), (3.5, 3.5, 8.25, 8.25)),
+    "v_half": ((2.5, 2.5, 7.25, 7.25), (8.5, 8.5, 29.25, 29.25)),
+    "v_min": ((5.5, 5.5, 16.5, 16.5), (13, 13, 61.75, 61.75)),
+}
+FUSED = ((3, 3, 4.75, 4.75), (7, 7, 11.75, 11.75))
+
+
+def bubbles(name: str, ranks: int, micro_batches: int, *, fuse_pairs: bool) -> tuple[float, ...]:
+    schedule = make(name, ranks, micro_batches)
+    even, uneven = (
+        simulate(schedule, uniform(schedule, *costs), fuse_pairs=fuse_pairs)
+        for costs in ((1, 1, 1), (1, 1.5, 0.5))
+    )
+    return (even.makespan_bubble, even.span_bubble, uneven.makespan_bubble, uneven.span_bubble)
+
+
+@pytest.mark.parametrize(("size", "column"), [((4, 8), 0), ((8, 32), 1)])
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_bubbles(name, size, column):
+    assert bubbles(name, *size, fuse_pairs=False) == GOLDEN[name][column]
+    if name == "dualpipe_v":
+        assert bubbles(name, *size, fuse_pairs=True) == FUSED[column]
+
+
 @pytest.mark.parametrize(
-    ("name", "even", "uneven", "peak"),
-    [
-        ("gpipe", (9, 9), (9, 9), (8, 8, 8, 8)),
-        ("1f1b", (9, 9), (9, 9), (4, 3, 2, 1)),
-        ("async_1f1b", (9, 9), (9, 9), (7, 5, 3, 1)),
-        ("1f1b_w", (6, 6), (7.5, 7.5), (4, 3, 2, 1)),
-        ("interleaved_1f1b", (4.5, 4.5), (4.5, 4.5), (11, 9, 7, 5)),
-    ],
+    ("name", "latency", "bubble"),
+    [("1f1b", 0.1, 27.8), ("async_1f1b", 0.1, 22.4), ("1f1b", 0.5, 55.0)],
 )
-def test_golden_bubbles_at_4_ranks_and_8_micro_batches(name, even, uneven, peak):
-    schedule = make(name, 4, 8)
-    for costs, (makespan_bubble, span_bubble) in (((1, 1, 1), even), ((1, 1.5, 0.5), uneven)):
-        timeline = simulate(schedule, uniform(schedule, *costs))
-        assert timeline.makespan_bubble == makespan_bubble
-        assert timeline.span_bubble == span_bubble
-    assert timeline.peak_in_flight == peak
+def test_golden_bubbles_with_latency(name, latency, bubble):
+    schedule = make(name, 8, 32)
+    timeline = simulate(schedule, uniform(schedule, 1, 1, 1), Hops.both(latency))
+    assert timeline.makespan_bubble == pytest.approx(bubble, abs=1e-9)
 
 
 @given(
-    name=st.sampled_from(PLAIN),
+    name=st.sampled_from(NAMES),
     ranks=st.integers(1, 6),
     micro_batches=st.integers(1, 9),
     data=st.data(),
@@ -108,7 +132,7 @@ def assert_consistent(timeline: Timeline) -> None:
 
 
 @given(
-    name=st.sampled_from(PLAIN),
+    name=st.sampled_from(NAMES),
     ranks=st.integers(1, 5),
     micro_batches=st.integers(1, 8),
     latency=st.integers(0, 3),
@@ -279,7 +303,7 @@ def test_stages_of_one_rank_hand_over_in_no_time():
 
 
 @given(
-    name=st.sampled_from(PLAIN),
+    name=st.sampled_from(NAMES),
     ranks=st.integers(1, 4),
     micro_batches=st.integers(1, 7),
     data=st.data(),
