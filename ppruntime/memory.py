@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from ppruntime.config_keys import Config
-from ppruntime.models.dims import unit_parameters
-from ppruntime.models.parameters import Part
+from ppruntime.models.activation_bytes import kept_fields, saved_bytes
+from ppruntime.models.dims import (
+    DTYPE_BYTES,
+    ModelDims,
+    UnitKind,
+    UnitSpec,
+    carry_shape,
+    unit_parameters,
+)
+from ppruntime.models.parameters import ParameterSpec, Part
 from ppruntime.plan import StagePlan
 
 _FP32 = 4
 _BF16 = 2
 _MOMENTS = 2
+_DIFFERENTIABLE = ("streams", "mix", "kv")
+"""Carry fields whose gradient is sent back; the same as `carry.DIFFERENTIABLE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,27 +38,107 @@ class StateBytes:
 
 
 def state_bytes(config: Config, stage: StagePlan) -> StateBytes:
-    """State of one stage on one rank.
+    """State of one stage on the data rank with the most: shards are whole rows, the first are full.
 
     Experts lie over ep ranks, their masters and moments over dp; those of all else over dp x ep.
     With ep > 1, Engram tables count as split by rows over all data ranks and never gathered.
     """
-    dims, dp, ep = config.model.dims, config.parallel.dp, config.parallel.ep
+    dims = config.model.dims
     wide = config.train.precision == "fp32"
-    sharded = not wide or dp * ep > 1
-    weights = gradients = optimizer = 0.0
+    sharded = not wide or config.parallel.num_data_ranks > 1
+    weights = gradients = optimizer = 0
     for spec in stage.units:
         for parameter in unit_parameters(dims, spec):
-            here, shards = float(parameter.numel), dp * ep
-            if parameter.part is Part.EXPERTS:
-                here, shards = here / ep, dp
-            elif parameter.part is Part.ENGRAM_TABLE and ep > 1:
-                here, shards = here / (dp * ep), 1
-            whole = sharded and not wide and parameter.fp32  # left out of the sharding
+            here, shard = _shares(config, parameter)
+            # What stays fp32 in a bf16 model is not sharded: FSDP casts all that it gathers.
+            whole = not sharded or (parameter.fp32 and not wide)
             weights += here * (_FP32 if wide or parameter.fp32 else _BF16)
             if not parameter.frozen:
                 gradients += here * _FP32
-                optimizer += here / (1 if whole else shards) * _FP32 * _MOMENTS
-            if sharded and not whole:
-                optimizer += here / shards * _FP32
-    return StateBytes(round(weights), round(gradients), round(optimizer))
+                optimizer += (here if whole else shard) * _FP32 * _MOMENTS
+            if not whole:
+                optimizer += shard * _FP32
+    return StateBytes(weights, gradients, optimizer)
+
+
+def activation_bytes(config: Config, stage: StagePlan) -> int:
+    """Bytes that the stage keeps of one micro-batch from its forward to its backward: what autograd
+    saves and, between its units, the carry, each piece of memory once.
+
+    Parameters and tokens are not counted, nor what was received: that lies in its receive buffer
+    until then. Recomputed halves save nothing but the carry that they get.
+    """
+    total = 0
+    makers: dict[str, UnitSpec] = {}  # of the live fields that this stage made
+    held: set[tuple[UnitSpec, str]] = set()
+    for spec in stage.units:
+        if _is_recomputed(config, spec):
+            held |= {(maker, name) for name, maker in makers.items()}
+            kept: frozenset[str] = frozenset()
+        else:
+            total += _saved_bytes(config, stage, spec)
+            kept = kept_fields(*_case(config, spec))
+        held |= {(makers[name], name) for name in kept & spec.reads & makers.keys()}
+        made = {name: spec for name in spec.live_after if name in spec.writes}
+        held |= {(spec, name) for name in (kept & made.keys()) - spec.reads}
+        makers = {name: m for name, m in makers.items() if name in spec.live_after} | made
+    return total + sum(_field_bytes(config, maker, name) for maker, name in held)
+
+
+def recompute_bytes(config: Config, stage: StagePlan) -> int:
+    """Bytes that autograd saves when the backward runs a half-layer again: the largest one's, since
+    they go one by one. 0 where nothing is recomputed."""
+    return max(
+        (_saved_bytes(config, stage, s) for s in stage.units if _is_recomputed(config, s)),
+        default=0,
+    )
+
+
+def gradient_bytes(config: Config, after: UnitSpec) -> int:
+    """Bytes of one micro-batch that come back where a stage ends with the unit `after`."""
+    crossing = [name for name in after.live_after if name in _DIFFERENTIABLE]
+    return sum(_field_bytes(config, after, name) for name in crossing)
+
+
+def compute_dtype_name(config: Config) -> str:
+    """The type of activations, by torch's name."""
+    return "float32" if config.train.precision == "fp32" else "bfloat16"
+
+
+def _shares(config: Config, parameter: ParameterSpec) -> tuple[int, int]:
+    """Elements of a parameter that a rank computes with, and those that it is the master of."""
+    dp, ep = config.parallel.dp, config.parallel.ep
+    rows, per_row = parameter.shape[0], prod(parameter.shape[1:])
+    shards = dp * ep
+    if parameter.part is Part.EXPERTS:
+        rows, shards = _ceil(rows, ep), dp
+    elif parameter.part is Part.ENGRAM_TABLE and ep > 1:
+        rows, shards = _ceil(rows, dp * ep), 1
+    return rows * per_row, _ceil(rows, shards) * per_row
+
+
+def _ceil(number: int, parts: int) -> int:
+    return -(-number // parts)
+
+
+def _is_recomputed(config: Config, spec: UnitSpec) -> bool:
+    return config.ac.mode == "full" and spec.kind in (UnitKind.ATTENTION, UnitKind.MOE)
+
+
+def _case(config: Config, spec: UnitSpec) -> tuple[ModelDims, UnitSpec, int, int, str]:
+    train = config.train
+    dtype = compute_dtype_name(config)
+    return config.model.dims, spec, train.micro_batch_size, train.seq_len, dtype
+
+
+def _saved_bytes(config: Config, stage: StagePlan, spec: UnitSpec) -> int:
+    # Within its stage the embedding hands on a constant mix; what crosses a boundary is a leaf.
+    after_embedding = stage.units[0].kind is UnitKind.EMBED and spec in stage.units[1:2]
+    return saved_bytes(*_case(config, spec), mix_needs_grad=not after_embedding)
+
+
+def _field_bytes(config: Config, maker: UnitSpec, name: str) -> int:
+    """Bytes of a carry field as it leaves the unit `maker`."""
+    dims, spec, batch, seq_len, dtype = _case(config, maker)
+    shape, field_dtype = carry_shape(dims, name, batch, seq_len, after=spec, dtype=dtype)
+    return prod(shape) * DTYPE_BYTES[field_dtype]

@@ -1,20 +1,23 @@
-"""What a run will look like, before anything starts: one row a stage. `plan_text`, `plan_json`.
+"""What a run will look like, before anything starts. `plan_text`, `plan_json`.
 
-Weights are never allocated and no process group is made.
+Weights are never allocated, no process group is made and torch is not loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from ppruntime.config_keys import Config
-from ppruntime.memory import state_bytes
+from ppruntime.memory import (
+    activation_bytes,
+    compute_dtype_name,
+    gradient_bytes,
+    recompute_bytes,
+    state_bytes,
+)
 from ppruntime.models.dims import boundary_bytes, counts, forward_flops_per_token
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut, train_flops_per_token
@@ -22,11 +25,12 @@ from ppruntime.schedules.costs import Costs
 from ppruntime.schedules.counts import Edge, num_transfers
 from ppruntime.schedules.ops import Kind
 from ppruntime.schedules.timeline import simulate
+from ppruntime.text_table import short, short_bytes, text_table
 
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """One stage. Bytes are one rank's; activations are all that is in flight at the rank's peak."""
+    """One stage. Bytes are those of the data rank with the most."""
 
     stage: int
     rank: int
@@ -45,10 +49,41 @@ class StageReport:
     optimizer_bytes: int
     """Masters and both moments."""
     activation_bytes: int
+    """Of all micro-batches in flight at the stage's peak, beside what lies in receive buffers."""
+    recompute_bytes: int
+    """What the backward of the largest recomputed half-layer makes anew."""
     slot_bytes: int
-    """Receive buffers for activations and gradients."""
+    """Receive buffers for activations and gradients from other ranks."""
     in_flight: int
     """Micro-batches of this stage that are in flight at the most."""
+
+    @property
+    def total_bytes(self) -> int:
+        return (
+            self.weight_bytes
+            + self.gradient_bytes
+            + self.optimizer_bytes
+            + self.activation_bytes
+            + self.recompute_bytes
+            + self.slot_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """One pipeline rank: its stages' bytes, added up."""
+
+    rank: int
+    stages: tuple[int, ...]
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    """At the moment when the rank holds the most; its stages' peaks may come at other moments."""
+    recompute_bytes: int
+    """The largest of its stages': one backward runs at a time."""
+    slot_bytes: int
+    total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +103,7 @@ class PlanReport:
     """Idle share of the busiest rank's step if op times are as FLOPs and transfers are free."""
     transfers_per_step: int
     stages: tuple[StageReport, ...]
+    ranks: tuple[RankReport, ...]
 
 
 def report(config: Config) -> PlanReport:
@@ -75,33 +111,10 @@ def report(config: Config) -> PlanReport:
     order, train, dims = make_order(config), config.train, config.model.dims
     stage_to_rank = order.computations.stage_to_rank
     plan = cut(dims, stage_to_rank, config.pp.layers_per_stage, seq_len=train.seq_len)
-    flops = [_train_flops(config, stage) for stage in plan]
-    in_flight = _in_flight(order)
+    per_micro_batch = [_held_bytes(config, plan, stage) for stage in plan]
+    stages = _stages(config, order, plan, per_micro_batch)
     timeline = simulate(order.computations, flop_costs(config, plan))
     totals = counts(dims)
-    stages = []
-    for stage in plan:
-        state = state_bytes(config, stage)
-        outgoing = _boundary(config, stage) if stage.outputs else 0
-        incoming = _boundary(config, plan[stage.index - 1]) if stage.index else 0
-        stages.append(
-            StageReport(
-                stage=stage.index,
-                rank=stage.rank,
-                layers=stage.num_layers,
-                units=tuple(unit.name for unit in stage.units),
-                parameters=sum(u.parameters + u.engram_parameters for u in stage.units),
-                train_flops_per_token=flops[stage.index],
-                share_of_slowest=flops[stage.index] / max(flops),
-                boundary_bytes=outgoing,
-                weight_bytes=state.weights,
-                gradient_bytes=state.gradients,
-                optimizer_bytes=state.optimizer,
-                activation_bytes=in_flight[stage.index] * _activation_bytes(config, stage),
-                slot_bytes=_slot_bytes(order, stage, incoming, outgoing),
-                in_flight=in_flight[stage.index],
-            )
-        )
     return PlanReport(
         model=config.model.name,
         schedule=order.computations.name,
@@ -113,7 +126,11 @@ def report(config: Config) -> PlanReport:
         tokens_per_step=config.global_batch_size * train.seq_len,
         bubble_fraction=timeline.bubble_fraction,
         transfers_per_step=num_transfers(order.computations),
-        stages=tuple(stages),
+        stages=stages,
+        ranks=tuple(
+            _rank(order, rank, [s for s in stages if s.rank == rank], per_micro_batch)
+            for rank in range(order.computations.num_ranks)
+        ),
     )
 
 
@@ -123,60 +140,124 @@ def plan_json(config: Config) -> str:
 
 
 def plan_text(config: Config) -> str:
-    """The report as a table for people."""
+    """The report for people: what is trained, a row a stage, and a row a rank where ranks have
+    several stages."""
     plan = report(config)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    headings = (
-        "stage",
-        "rank",
-        "layers",
-        "units",
-        "params",
-        "GFLOP/token",
-        "of slowest",
-        "sends",
-        "weights",
-        "grads",
-        "optimizer",
-        "activations",
-        "slots",
-        "total",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "units" else "right", no_wrap=True)
-    for s in plan.stages:
-        parts = (s.weight_bytes, s.gradient_bytes, s.optimizer_bytes, s.activation_bytes)
-        table.add_row(
+    headings = ("stage", "rank", "layers", "units", "params", "GFLOP/tok", "load", "sends")
+    rows = [
+        (
             str(s.stage),
             str(s.rank),
             f"{s.layers:g}",
             _span(s.units),
-            _short(s.parameters),
-            f"{s.train_flops_per_token / 1e9:.4g}",
+            short(s.parameters),
+            f"{s.train_flops_per_token / 1e9:#.4g}",
             f"{s.share_of_slowest:.0%}",
-            _bytes(s.boundary_bytes) if s.boundary_bytes else "-",
-            *(_bytes(part) for part in parts),
-            _bytes(s.slot_bytes) if s.slot_bytes else "-",
-            _bytes(sum(parts) + s.slot_bytes),
+            short_bytes(s.boundary_bytes),
+            *_byte_cells(s),
         )
-    console = Console(width=160, highlight=False)
-    with console.capture() as captured:
-        console.print(table)
-    lines = [line.rstrip() for line in captured.get().strip("\n").splitlines()]
-    engram = f", Engram {_short(plan.engram_parameters)}" if plan.engram_parameters else ""
-    return "\n".join(
-        [
-            f"{plan.model}: {_short(plan.parameters)} parameters{engram},"
-            f" {_short(plan.active_matmul_parameters)} active,"
-            f" {plan.flops_per_token / 1e9:.4g} GFLOP/token (6N)",
-            f"{plan.schedule} on {plan.world_size} ranks, {plan.tokens_per_step:,} tokens a step,"
-            f" {plan.transfers_per_step:,} transfers, bubble {plan.bubble_fraction:.1%}"
-            " (op times as FLOPs, free transfers)",
-            "",
-            *lines,
-            "",
-            "bytes are one rank's; activations and slots at their peak, by the model's sizes",
+        for s in plan.stages
+    ]
+    lines = [*_header(config, plan), "", *text_table((*headings, *_BYTES), rows, left="units")]
+    if len(plan.ranks) < len(plan.stages):
+        per_rank = [
+            (str(r.rank), ", ".join(map(str, r.stages)), *_byte_cells(r)) for r in plan.ranks
         ]
+        lines += ["", *text_table(("rank", "stages", *_BYTES), per_rank, left="stages")]
+    return "\n".join([*lines, "", *_LEGEND])
+
+
+_BYTES = ("weights", "grads", "optim", "acts", "again", "slots", "total")
+_LEGEND = (
+    "load: training FLOPs, in parts of the busiest stage's; sends: forward, per micro-batch",
+    "bytes of one rank, by the model's sizes. grads: fp32 sums; optim: masters and moments;"
+    " acts: saved for the backward",
+    "by all micro-batches in flight at the peak; again: the largest half-layer that is recomputed;"
+    " slots: receive buffers",
+)
+
+
+def _byte_cells(part: StageReport | RankReport) -> tuple[str, ...]:
+    numbers = (
+        part.weight_bytes,
+        part.gradient_bytes,
+        part.optimizer_bytes,
+        part.activation_bytes,
+        part.recompute_bytes,
+        part.slot_bytes,
+        part.total_bytes,
+    )
+    return tuple(map(short_bytes, numbers))
+
+
+def _header(config: Config, plan: PlanReport) -> list[str]:
+    train = config.train
+    engram = f", Engram {short(plan.engram_parameters)}" if plan.engram_parameters else ""
+    recompute = {
+        "none": "nothing is recomputed",
+        "full": "half-layers are recomputed in the backward",
+    }.get(config.ac.mode, "what it says is recomputed")
+    return [
+        f"{plan.model}: {short(plan.parameters)} parameters{engram},"
+        f" {short(plan.active_matmul_parameters)} active,"
+        f" {plan.flops_per_token / 1e9:.4g} GFLOP/token (6N)",
+        f"{plan.schedule} on {plan.world_size} ranks, {plan.tokens_per_step:,} tokens a step,"
+        f" {plan.transfers_per_step:,} transfers, bubble {plan.bubble_fraction:.1%}"
+        " (op times as FLOPs, free transfers)",
+        f"{train.precision}, micro-batches of {train.micro_batch_size} x {train.seq_len:,} tokens,"
+        f" ac.mode {config.ac.mode}: {recompute}",
+    ]
+
+
+def _stages(
+    config: Config, order: Order, plan: Sequence[StagePlan], per_micro_batch: Sequence[int]
+) -> tuple[StageReport, ...]:
+    flops = [_train_flops(config, stage) for stage in plan]
+    reports = []
+    for stage in plan:
+        s, state = stage.index, state_bytes(config, stage)
+        in_flight = _peak(order, {s: 1})
+        reports.append(
+            StageReport(
+                stage=s,
+                rank=stage.rank,
+                layers=stage.num_layers,
+                units=tuple(unit.name for unit in stage.units),
+                parameters=sum(u.parameters + u.engram_parameters for u in stage.units),
+                train_flops_per_token=flops[s],
+                share_of_slowest=flops[s] / max(flops),
+                boundary_bytes=_boundary(config, stage),
+                weight_bytes=state.weights,
+                gradient_bytes=state.gradients,
+                optimizer_bytes=state.optimizer,
+                activation_bytes=in_flight * per_micro_batch[s],
+                recompute_bytes=recompute_bytes(config, stage),
+                slot_bytes=_slot_bytes(config, order, plan, stage),
+                in_flight=in_flight,
+            )
+        )
+    return tuple(reports)
+
+
+def _rank(
+    order: Order, rank: int, stages: Sequence[StageReport], per_micro_batch: Sequence[int]
+) -> RankReport:
+    weights = sum(s.weight_bytes for s in stages)
+    gradients = sum(s.gradient_bytes for s in stages)
+    optimizer = sum(s.optimizer_bytes for s in stages)
+    activations = _peak(order, {s.stage: per_micro_batch[s.stage] for s in stages})
+    recompute = max(s.recompute_bytes for s in stages)
+    slots = sum(s.slot_bytes for s in stages)
+    return RankReport(
+        rank=rank,
+        stages=tuple(s.stage for s in stages),
+        weight_bytes=weights,
+        gradient_bytes=gradients,
+        optimizer_bytes=optimizer,
+        activation_bytes=activations,
+        recompute_bytes=recompute,
+        slot_bytes=slots,
+        total_bytes=weights + gradients + optimizer + activations + recompute + slots,
     )
 
 
@@ -206,70 +287,52 @@ def _train_flops(config: Config, stage: StagePlan) -> float:
 
 
 def _boundary(config: Config, stage: StagePlan) -> int:
+    """Bytes of a micro-batch that the stage hands on."""
     train = config.train
-    dtype = "float32" if train.precision == "fp32" else "bfloat16"
     return boundary_bytes(
-        config.model.dims, stage.after, train.micro_batch_size, train.seq_len, dtype=dtype
-    )
-
-
-def _activation_bytes(config: Config, stage: StagePlan) -> int:
-    """Of one micro-batch in flight."""
-    import torch  # loaded for the plan alone, and here so that a wrong one is refused without it
-
-    from ppruntime.activations import activation_bytes
-
-    train = config.train
-    return activation_bytes(
         config.model.dims,
-        stage,
-        batch=train.micro_batch_size,
-        seq_len=train.seq_len,
-        dtype=torch.float32 if train.precision == "fp32" else torch.bfloat16,
-        recompute=config.ac.mode == "full",
+        stage.after,
+        train.micro_batch_size,
+        train.seq_len,
+        dtype=compute_dtype_name(config),
     )
 
 
-def _in_flight(order: Order) -> list[int]:
-    """Most micro-batches in flight per stage."""
-    held, peak = [0] * order.computations.num_stages, [0] * order.computations.num_stages
-    for rank in range(order.computations.num_ranks):
-        for op in order.computations.ops(rank):
-            if op.kind is Kind.F:
-                held[op.stage] += 1
-            elif op.kind in (Kind.B, Kind.W):
-                held[op.stage] -= 1
-            peak[op.stage] = max(peak[op.stage], held[op.stage])
+def _held_bytes(config: Config, plan: Sequence[StagePlan], stage: StagePlan) -> int:
+    """What a micro-batch in flight keeps on the stage, beside receive buffers: a stage of the same
+    rank hands its tensors over as they are."""
+    before = plan[stage.index - 1] if stage.index else None
+    received = _boundary(config, before) if before and before.rank == stage.rank else 0
+    return received + activation_bytes(config, stage)
+
+
+def _peak(order: Order, sizes: Mapping[int, int]) -> int:
+    """The most that is held at once of some stages of one rank, `sizes` being what a micro-batch in
+    flight weighs on each: from F to B, or to W where the backward is split."""
+    rank = order.computations.stage_to_rank[min(sizes)]
+    held = peak = 0
+    for op in order.computations.ops(rank):
+        if op.stage not in sizes:
+            continue
+        if op.kind is Kind.F:
+            held += sizes[op.stage]
+            peak = max(peak, held)
+        elif op.kind in (Kind.B, Kind.W):
+            held -= sizes[op.stage]
     return peak
 
 
-def _slot_bytes(order: Order, stage: StagePlan, incoming: int, outgoing: int) -> int:
-    """Receive buffers of hops from other ranks. Gradients are as large as what differentiates,
-    which is taken to be all of the boundary."""
-    s, owner = stage.index, order.computations.stage_to_rank
-    total = 0
-    if s > 0 and owner[s - 1] != owner[s]:
-        total += order.slots[Edge(s - 1, s, "F")] * incoming
-    if s + 1 < len(owner) and owner[s + 1] != owner[s]:
-        total += order.slots[Edge(s + 1, s, "B")] * outgoing
+def _slot_bytes(config: Config, order: Order, plan: Sequence[StagePlan], stage: StagePlan) -> int:
+    """Receive buffers of hops from other ranks."""
+    s, total = stage.index, 0
+    if s > 0 and plan[s - 1].rank != stage.rank:
+        total += order.slots[Edge(s - 1, s, "F")] * _boundary(config, plan[s - 1])
+    if s + 1 < len(plan) and plan[s + 1].rank != stage.rank:
+        total += order.slots[Edge(s + 1, s, "B")] * gradient_bytes(config, stage.after)
     return total
 
 
 def _span(units: Sequence[str]) -> str:
-    if len(units) <= 2:
-        return ", ".join(units) or "none"
-    return f"{units[0]} .. {units[-1]}"
-
-
-def _short(number: float) -> str:
-    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.4g}{letter}"
-    return f"{number:g}"
-
-
-def _bytes(number: float) -> str:
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if number >= limit:
-            return f"{number / limit:.3g} {unit}"
-    return f"{number:g} B"
+    """First and last unit: "2.moe .. 4.moe" for layers.2.moe to layers.4.moe."""
+    names = [name.removeprefix("layers.") for name in units]
+    return ", ".join(names) or "none" if len(names) <= 2 else f"{names[0]} .. {names[-1]}"
