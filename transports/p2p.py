@@ -18,35 +18,25 @@ for reasons that lie in gloo's behaviour (tried with torch 2.13):
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import NoReturn, TypeVar, cast
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ppruntime.transports.base import Channel, TransportError
+from ppruntime.transports.connection import NOTICE_SECONDS, Connection, Link
 from ppruntime.transports.ledger import Ledger
 from ppruntime.transports.slots import Slot, SlotPool, aligned_bytes, typed_views
 
 _HEADER_BYTES = 16
 """Behind the tensors of a message: its number on the channel and its micro-batch, two int64."""
-_NOTICE_BYTES = 2048
-"""Size of the one message that ever crosses a link: blank for an orderly close, else the reason."""
-
 _CPU = torch.device("cpu")
-_FOR_EVER = timedelta(days=3650)
-_AT_ONCE = timedelta(milliseconds=1)
-_TAG, _UNUSED_TAG = 0, 1
-_NOTICE_SECONDS = 1.0
-"""How long a rank that ends waits for a peer to take the notice, and how long a rank whose
-connection broke waits to hear why."""
 _JOIN_SECONDS = 2.0
 
 
@@ -73,7 +63,7 @@ class GlooTransport:
         self._ledger = Ledger(mine, rank, _CPU)
         self._ending = threading.Lock()
         self._closed = False
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Link] = {}
         self._outboxes: dict[int, _Outbox] = {}
         self._inboxes: dict[int, _Inbox] = {}
         try:
@@ -90,7 +80,7 @@ class GlooTransport:
         for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in peers):
             peer = low + high - rank
             connection = self._connect(f"link {low} {high}", peer, is_first=rank == low)
-            self._links[peer] = _Link(peer, connection, self._end)
+            self._links[peer] = Link(peer, connection, self._end)
         for channel in channels:
             is_source = channel.src_rank == rank
             peer = channel.dst_rank if is_source else channel.src_rank
@@ -158,18 +148,16 @@ class GlooTransport:
         for part in (*self._links.values(), *self._boxes()):
             part.connection.close()
 
-    def _connect(self, name: str, peer: int, *, is_first: bool) -> _Connection:
+    def _connect(self, name: str, peer: int, *, is_first: bool) -> Connection:
         try:
-            # Not by new_group: this needs no default group and involves the two ranks alone.
-            group = ProcessGroupGloo(
+            return Connection(
                 PrefixStore(name, self._store),
-                0 if is_first else 1,
-                2,
-                timedelta(seconds=self._timeout_seconds),
+                is_first=is_first,
+                timeout_seconds=self._timeout_seconds,
             )
         except RuntimeError as error:
             if peer in self._links:
-                self._links[peer].news_came.wait(_NOTICE_SECONDS)
+                self._links[peer].news_came.wait(NOTICE_SECONDS)
             if self._ledger.ended is not None:
                 raise TransportError(f"{name} cannot be opened: {self._ledger.ended}") from error
             reason = (
@@ -178,8 +166,6 @@ class GlooTransport:
             )
             self.abort(reason)
             raise TransportError(reason) from error
-        # torch's stubs lack the two methods that the group has.
-        return _Connection(cast(ProcessGroup, group), 1 if is_first else 0)
 
     def _raise(self, channel: Channel, micro_batch: int, what: str) -> NoReturn:
         """Raises because of `what`, unless the transport has ended before for another reason."""
@@ -237,68 +223,11 @@ def _wait(tokens: SimpleQueue[bool], timeout_seconds: float) -> bool:
         return False
 
 
-class _Connection:
-    """The two ranks' sockets of one channel or link."""
-
-    def __init__(self, group: ProcessGroup, peer: int) -> None:
-        self._group = group
-        self._peer = peer
-
-    def send(self, message: Tensor, wait: timedelta = _FOR_EVER) -> None:
-        """Waits until `message` has left. Raises RuntimeError if the connection is closed or
-        lost."""
-        self._group.send([message], self._peer, _TAG).wait(wait)
-
-    def receive(self, message: Tensor) -> None:
-        """Waits until `message` is filled. Raises RuntimeError if the connection is closed or
-        lost."""
-        self._group.recv([message], self._peer, _TAG).wait(_FOR_EVER)
-
-    def close(self) -> None:
-        """Makes both ends' waits raise, except that of a transfer that is under way. Idempotent."""
-        with contextlib.suppress(RuntimeError):
-            # gloo closes a connection when a wait on it times out.
-            self._group.recv([torch.empty(1)], self._peer, _UNUSED_TAG).wait(_AT_ONCE)
-
-
-class _Link:
-    """A connection to one peer on which nothing comes but the news that the peer has ended."""
-
-    def __init__(self, peer: int, connection: _Connection, end: Callable[[str], None]) -> None:
-        self.peer = peer
-        self.connection = connection
-        self.news_came = threading.Event()
-        self.peer_closed = False
-        self._end = end
-        self.thread = threading.Thread(target=self._watch, name=f"link to rank {peer}", daemon=True)
-        self.thread.start()
-
-    def notify(self, reason: str) -> None:
-        """Tells the peer that this rank has ended, in vain if it is gone."""
-        notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8)
-        text = reason.encode()[:_NOTICE_BYTES]
-        notice[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        with contextlib.suppress(RuntimeError):
-            self.connection.send(notice, timedelta(seconds=_NOTICE_SECONDS))
-
-    def _watch(self) -> None:
-        notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8)
-        try:
-            self.connection.receive(notice)
-            reason = bytes(notice.tolist()).rstrip(b"\0").decode(errors="ignore")
-        except RuntimeError:
-            reason = f"rank {self.peer} is lost, its process or its host has ended"
-        if reason:
-            self._end(reason)  # without effect if it was this rank that ended
-        self.peer_closed = not reason
-        self.news_came.set()
-
-
 class _Outbox:
     """The source's end of a channel. `left` gets a token for every message that has left."""
 
     def __init__(
-        self, channel: Channel, connection: _Connection, link: _Link, end: Callable[[str], None]
+        self, channel: Channel, connection: Connection, link: Link, end: Callable[[str], None]
     ) -> None:
         self.channel = channel
         self.connection = connection
@@ -329,7 +258,7 @@ class _Inbox:
     come."""
 
     def __init__(
-        self, channel: Channel, connection: _Connection, link: _Link, end: Callable[[str], None]
+        self, channel: Channel, connection: Connection, link: Link, end: Callable[[str], None]
     ) -> None:
         self.channel = channel
         self.connection = connection
@@ -370,7 +299,7 @@ def _start_thread(
     channel: Channel,
     work: SimpleQueue[tuple[int, _Item] | None],
     move: Callable[[int, int, _Item], None],
-    link: _Link,
+    link: Link,
     end: Callable[[str], None],
 ) -> threading.Thread:
     """A thread that moves the messages of one channel, one after the other, until None comes."""
@@ -385,7 +314,7 @@ def _start_thread(
             try:
                 move(number, *job)
             except RuntimeError as error:
-                link.news_came.wait(_NOTICE_SECONDS)  # if the peer has ended, the link knows why
+                link.news_came.wait(NOTICE_SECONDS)  # if the peer has ended, the link knows why
                 why = "closed its transport" if link.peer_closed else f"cannot be reached ({error})"
                 end(f"{channel}: micro-batch {micro_batch} cannot move, rank {link.peer} {why}")
                 return
