@@ -21,6 +21,7 @@ Legal?        check           one function a rule; check_lowered: rules for tran
               counts          activations in flight, transfers, slots held
               grid            the table below an error
 How long?     costs           what ops, hops and activations cost
+              virtual_time    plays an order in time: when each entry runs, what held it up
               timeline        when each op runs; bubbles, memory, critical path
               law             the steady state in closed form
               plan_warmup     the smallest warm-up within a budget

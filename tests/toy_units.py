@@ -46,6 +46,7 @@ class Half(nn.Module):
         assert carry.streams is not None
         assert carry.mix is not None
         x_BTD = (carry.streams * carry.mix.unsqueeze(-1)).sum(2) * self.norm
+        x_BTD = x_BTD.to(self.up.weight.dtype)
         if self.source:
             slots = ((batch.ids + 1) % batch.ids.shape[1]).int().unsqueeze(-1)
             carry = carry._replace(kv=self.key(x_BTD), slots=slots)
