@@ -38,7 +38,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What crosses between two stages in one direction for one micro-batch: an ordered tuple of tensors."""
+    """What crosses between two stages, one way, for one micro-batch: tensors in a fixed order."""
 
     tensors: tuple[TensorSpec, ...]
 
@@ -72,8 +72,9 @@ class Boundary:
 class Channel:
     """One boundary in one direction between two neighbouring stages.
 
-    `kind` is "forward" (activations) or "backward" (their gradients). `slots` receive buffers lie at
-    the destination. Two channels between the same ranks (V and loop placements) differ in their stages.
+    `kind` is "forward" (activations) or "backward" (their gradients). `slots` receive buffers lie
+    at the destination and go round as a ring: message n has slot n mod `slots`. Two channels
+    between the same ranks (V and loop placements) differ in their stages.
     """
 
     id: int
@@ -97,19 +98,19 @@ class Transport(Protocol):
 
     Every transport guarantees:
     1. per channel in order, exactly once, the whole boundary or nothing visible;
-    2. data read after `take` (on the stream then current) is the sender's data as of `send` (likewise);
+    2. data read after `take` (on the stream then current) is the sender's as of `send` (likewise);
     3. `post`, `send` and `release` return without waiting for the peer; on devices `take` does too
        (the current stream waits), on the CPU `take` waits on the host, at most the time limit;
     4. no slot is overwritten between `take` and `release`;
-    5. a wrong shape, dtype, channel or micro-batch order raises on the caller before anything moves;
+    5. a wrong shape, dtype, channel or call order raises on the caller before anything moves;
     6. a lost or silent peer becomes a TransportError within the time limit, never a hang;
     7. channels are independent: a stuck one does not hold another.
     """
 
     def post(self, channel: Channel, micro_batch: int) -> None:
-        """At the destination: micro-batch is expected next on this channel, a slot is reserved for it.
-        Two-sided transports start their receive here; to others it is bookkeeping.
-        Raises TransportError when no slot is free."""
+        """At the destination: micro-batch is expected next on this channel, a slot is reserved for
+        it. Two-sided transports start their receive here; to others it is bookkeeping. Raises
+        TransportError when the slot whose turn it is has not been released."""
 
     def send(self, channel: Channel, micro_batch: int, tensors: Sequence[Tensor]) -> None:
         """At the source: sends the boundary. The transport holds the tensors until they have left;
@@ -119,13 +120,15 @@ class Transport(Protocol):
         """At the destination: the boundary's tensors, views of the slot, valid until `release`."""
 
     def release(self, channel: Channel, micro_batch: int) -> None:
-        """At the destination: the last reader of the slot has been issued; it may be overwritten."""
+        """At the destination: the slot's last reader has been issued; it may be overwritten."""
 
     def step_end(self) -> None:
-        """Waits until all that was sent has left and checks that nothing is posted, taken or pending."""
+        """Waits until all that was sent has left; checks that nothing is posted, taken or
+        pending."""
 
     def abort(self, reason: str) -> None:
-        """Ends all transfers; later calls raise TransportError with `reason`. Idempotent, from any thread."""
+        """Ends all transfers; later calls raise TransportError with `reason`. Idempotent, from any
+        thread."""
 
     def close(self) -> None:
         """Gives back buffers and groups. Idempotent."""
