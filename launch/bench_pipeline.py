@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m ppruntime.launch.bench_pipeline RUN.toml [KEY=VALUE] --out FILE
 
-The stages are built once per placement. Each case (order x transport) then runs `--steps` steps; the
-record has the step time, the busiest rank's compute, what the timeline predicts from the run's own
-op times, and a digest of all gradients, which has to be the same in every case.
+The stages are built once per placement. Each case (order x transport) then runs `--steps` steps;
+the record has the step time, the busiest rank's compute, what the timeline predicts from the run's
+own op times, and a digest of all gradients, which has to be the same in every case.
 """
 
 from __future__ import annotations
@@ -201,7 +201,8 @@ def _gradient_digest(ranks: Ranks, stages: dict[int, Stage]) -> str:
                     continue
                 grad = param.grad.to_local() if hasattr(param.grad, "to_local") else param.grad
                 bits = grad.contiguous().view(torch.int32)
-                found.append(f"{unit.spec.name}.{name} {int(bits.sum(dtype=torch.int64))}")
+                spec: Any = unit.spec
+                found.append(f"{spec.name}.{name} {int(bits.sum(dtype=torch.int64))}")
                 param.grad = None
     parts = gather_bytes("\n".join(found).encode(), ranks.pipeline_group)
     lines = sorted(line for part in parts for line in part.decode().splitlines())
