@@ -29,6 +29,11 @@ app.command(
     name="schedule",
     help="Show, compare, check and search orders of work.",
 )
+app.command(
+    "ppruntime.launch.bench_cli:app",
+    name="bench",
+    help="Measure: orders, transports, layers, experts.",
+)
 
 Argument: TypeAlias = Annotated[
     str, Parameter(help="TOML files, later ones on top, and section.key=value texts.")

@@ -7,10 +7,13 @@ transfer takes a given time longer. Two cores carry any number of sleeping ranks
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
@@ -20,7 +23,7 @@ from ppruntime.executor import Executor
 from ppruntime.models.carry import MicroBatch
 from ppruntime.schedules.costs import Costs
 from ppruntime.schedules.counts import slots_held
-from ppruntime.schedules.ops import Schedule
+from ppruntime.schedules.ops import COMPUTE, Kind, Op, Schedule, parse_op
 from ppruntime.schedules.passes import add_frees, add_transfers
 from ppruntime.transports import open_transport
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, Transport
@@ -31,34 +34,39 @@ _PAYLOAD = Boundary(
 """The second tensor carries the time of the send, in seconds; both cross in both directions."""
 
 
+_HEAD_START_SECONDS = 0.005
+"""Ranks hear of the common start this long before it, time enough on a busy host."""
+
+
 class SleepStage:
-    """A stage that sleeps for given seconds and passes its input on. See `executor.Computes`."""
+    """A stage that sleeps for `costs`, in seconds, and sends what it has. See
+    `executor.Computes`."""
 
     def __init__(self, index: int, costs: Costs, *, is_last: bool) -> None:
         self.index = index
         self.num_in_flight = 0
-        self._costs = costs
+        self.costs = costs
         self._is_last = is_last
         self._message = (torch.zeros(64), torch.zeros(1, dtype=torch.float64))
 
     def forward(
         self, micro_batch: int, received: Sequence[Tensor], batch: MicroBatch
     ) -> tuple[Tensor, ...]:
-        sleep_for(self._costs.forward[self.index])
+        sleep_for(self.costs.forward[self.index])
         return () if self._is_last else self._message
 
     evaluate = forward
 
     def backward(self, micro_batch: int, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        sleep_for(self._costs.input_grad[self.index] + self._costs.weight_grad[self.index])
+        sleep_for(self.costs.input_grad[self.index] + self.costs.weight_grad[self.index])
         return self._message if self.index else ()
 
     def backward_input(self, micro_batch: int, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        sleep_for(self._costs.input_grad[self.index])
+        sleep_for(self.costs.input_grad[self.index])
         return self._message if self.index else ()
 
     def weight_grads(self, micro_batch: int) -> None:
-        sleep_for(self._costs.weight_grad[self.index])
+        sleep_for(self.costs.weight_grad[self.index])
 
 
 class DelayedTransport:
@@ -67,7 +75,7 @@ class DelayedTransport:
 
     def __init__(self, inner: Transport, latency_seconds: float) -> None:
         self._inner = inner
-        self._latency_seconds = latency_seconds
+        self.latency_seconds = latency_seconds
         self.post, self.release = inner.post, inner.release
         self.step_end, self.abort, self.close = inner.step_end, inner.abort, inner.close
 
@@ -78,7 +86,7 @@ class DelayedTransport:
     def take(self, channel: Channel, micro_batch: int) -> tuple[Tensor, ...]:
         tensors = self._inner.take(channel, micro_batch)
         if channel.src_rank != channel.dst_rank:
-            sleep_until(tensors[-1].item() + self._latency_seconds)
+            sleep_until(tensors[-1].item() + self.latency_seconds)
         return tensors
 
 
@@ -97,45 +105,94 @@ def sleep_until(moment: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RigStep:
-    """One rank's step."""
+    """One rank's step, in seconds of `time.perf_counter`, which all ranks of a host share."""
 
-    seconds: float
-    """From the barrier before the step to this rank's last op."""
-    times: list[OpTimes[int]]
+    start: float
+    """The moment at which all ranks agreed to start; the same on all."""
+    end: float
+    """When this rank was done: its last op, and all that it sent had left."""
+    times: tuple[OpTimes[int], ...]
 
 
-def run_rig(
-    schedule: Schedule,
-    costs: Costs,
-    rank: int,
-    store: Store,
-    *,
-    latency_seconds: float,
-    num_steps: int,
-    barrier: torch.distributed.ProcessGroup,
-) -> list[RigStep]:
-    """Runs `num_steps` steps of an order of computations as one rank; all ranks call it alike.
-    `costs` are in seconds."""
-    slots = slots_held(schedule)
-    lowered = add_frees(add_transfers(schedule, slots=slots))
-    boundaries = [_PAYLOAD] * (schedule.num_stages - 1)
-    channels = make_channels(boundaries, schedule.stage_to_rank, slots)
-    inner = open_transport(
-        "auto", channels, rank, device=torch.device("cpu"), timeout_seconds=60, store=store
-    )
-    last = schedule.num_stages - 1
-    stages = {s: SleepStage(s, costs, is_last=s == last) for s in schedule.stages_of(rank)}
-    transport = DelayedTransport(inner, latency_seconds)
-    executor = Executor(lowered, rank, stages, channels, transport, clock=HostClock())
-    nothing = torch.zeros(1, 1, dtype=torch.int64)
-    batches = [MicroBatch(nothing, nothing, nothing)] * schedule.num_micro_batches
-    steps = []
-    for _ in range(num_steps):
-        torch.distributed.barrier(barrier)
-        start = time.perf_counter()
-        executor.run(batches)
-        times = executor.op_times()
-        steps.append(RigStep(times[-1].end / 1e9 - start, times))
-    torch.distributed.barrier(barrier)
-    inner.close()
-    return steps
+class SleepRig:
+    """One rank of a pipeline of sleeping stages, open for any number of steps.
+
+    `schedule` has computations only. Opening and `step` are collective: all ranks of `group` (rank
+    r of the group is rank r of the order) make the same calls with the same arguments.
+    """
+
+    def __init__(
+        self, schedule: Schedule, store: Store, group: dist.ProcessGroup | None = None
+    ) -> None:
+        rank = dist.get_rank(group)
+        slots = slots_held(schedule)
+        lowered = add_frees(add_transfers(schedule, slots=slots))
+        boundaries = [_PAYLOAD] * (schedule.num_stages - 1)
+        channels = make_channels(boundaries, schedule.stage_to_rank, slots)
+        inner = open_transport(
+            "auto", channels, rank, device=torch.device("cpu"), timeout_seconds=60, store=store
+        )
+        last = schedule.num_stages - 1
+        free = Costs.even(0, 0, 0, schedule.stage_to_rank)
+        self._group = group
+        self._stages = {s: SleepStage(s, free, is_last=s == last) for s in schedule.stages_of(rank)}
+        self._transport = DelayedTransport(inner, 0)
+        self._executor = Executor(
+            lowered, rank, self._stages, channels, self._transport, clock=HostClock()
+        )
+        nothing = torch.zeros(1, 1, dtype=torch.int64)
+        self._batches = [MicroBatch(nothing, nothing, nothing)] * schedule.num_micro_batches
+        self.step(free, 0)  # first messages are slow; not part of what is measured
+
+    def step(self, costs: Costs, latency_seconds: float) -> RigStep:
+        """Runs the order once. `costs` are in seconds, one entry per stage."""
+        for stage in self._stages.values():
+            stage.costs = costs
+        self._transport.latency_seconds = latency_seconds
+        start = start_together(self._group)
+        self._executor.run(self._batches)
+        end = time.perf_counter()
+        return RigStep(start, end, tuple(self._executor.op_times()))
+
+    def close(self) -> None:
+        """Collective, so that no rank takes another's end for a loss."""
+        dist.barrier(self._group)
+        self._transport.close()
+
+
+def start_together(group: dist.ProcessGroup | None = None) -> float:
+    """Lets all ranks of `group`, on one host, go on at one moment, and gives that moment. A barrier
+    would let them go one after the other, some milliseconds apart."""
+    moment = torch.tensor(time.perf_counter(), dtype=torch.float64)
+    dist.all_reduce(moment, dist.ReduceOp.MAX, group=group)
+    start: float = moment.item() + _HEAD_START_SECONDS
+    sleep_until(start)
+    return start
+
+
+def step_seconds(steps: Sequence[RigStep]) -> float:
+    """How long a step took, from one `RigStep` per rank."""
+    return max(step.end for step in steps) - min(step.start for step in steps)
+
+
+def median_costs(num_stages: int, times: Iterable[OpTimes[int]]) -> Costs:
+    """Each stage's median op times in seconds, waits left out, from any number of steps and ranks.
+
+    A whole backward counts half as I and half as W where these never ran apart. A stage that ran
+    nothing of a kind costs nothing.
+    """
+    samples: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
+    op_of: dict[str, Op] = {}
+    for t in times:
+        op = op_of.get(t.op) or op_of.setdefault(t.op, parse_op(t.op))
+        if op.kind in COMPUTE:
+            samples[op.stage, op.kind].append(t.end - t.ready)
+    medians = {key: median(values) / 1e9 for key, values in samples.items()}
+
+    def per_stage(kind: Kind, share_of_whole: float) -> tuple[float, ...]:
+        return tuple(
+            medians.get((stage, kind), share_of_whole * medians.get((stage, Kind.B), 0.0))
+            for stage in range(num_stages)
+        )
+
+    return Costs(per_stage(Kind.F, 0.0), per_stage(Kind.I, 0.5), per_stage(Kind.W, 0.5))

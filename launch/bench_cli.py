@@ -1,0 +1,98 @@
+"""`ppruntime bench`: measurements, each a ratio to a baseline of the same run. No torch here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+app = App(
+    name="bench",
+    help="Measure: orders, transports, layers, experts.",
+    default_parameter=Parameter(negative=""),
+)
+
+Rest = Annotated[str, Parameter(allow_leading_hyphen=True, help="See --help of the bench itself.")]
+
+
+@app.command
+def schedules(
+    *,
+    only: list[Literal["rig", "torch", "executor"]] | None = None,
+    orders: list[str] | None = None,
+    ranks: int = 4,
+    micro_batches: int = 16,
+    op_ms: float = 20.0,
+    latencies_ms: list[float] | None = None,
+    steps: int = 3,
+    torch_steps: int = 7,
+    out: Path = Path("docs/bench/schedules.json"),
+) -> int:
+    """Runs orders on stages that sleep: measured steps against the timeline's and torch's.
+
+    Needs no GPU; a quiet machine of two cores. Gives 1 if a bar is missed.
+
+    Parameters
+    ----------
+    only
+        Part to run, may be repeated; by default all: rig (steps against the timeline), torch
+        (against torch.distributed.pipelining), executor (its own cost).
+    orders
+        Order to run, may be repeated; by default all.
+    ranks
+        Pipeline ranks, a process each.
+    micro_batches
+        Micro-batches a step.
+    op_ms
+        Time of one F, I or W of a stage; a whole backward takes twice that.
+    latencies_ms
+        Injected latency of a transfer between ranks, may be repeated; by default 0, 5, 15 and 30.
+    steps
+        Steps a case of the rig; the median counts.
+    torch_steps
+        Steps of ours and of torch's, in turn.
+    out
+        JSON file to write.
+    """
+    from ppruntime.launch.bench_schedules import PARTS, Options, run
+    from ppruntime.schedules import NAMES
+
+    return run(
+        Options(
+            only=tuple(only) if only else PARTS,
+            orders=tuple(orders) if orders else NAMES,
+            ranks=ranks,
+            micro_batches=micro_batches,
+            op_ms=op_ms,
+            latencies_ms=tuple(latencies_ms) if latencies_ms else (0.0, 5.0, 15.0, 30.0),
+            steps=steps,
+            torch_steps=torch_steps,
+            out=out,
+        )
+    )
+
+
+@app.command(help_flags=[])
+def transports(*arguments: Rest) -> int:
+    """Moves boundaries between two GPUs by every transport."""
+    return _module("bench_transports", arguments)
+
+
+@app.command(help_flags=[])
+def layers(*arguments: Rest) -> int:
+    """Runs the layers of a model on one GPU."""
+    return _module("bench_layers", arguments)
+
+
+@app.command(help_flags=[])
+def moe(*arguments: Rest) -> int:
+    """Runs experts and their dispatch."""
+    return _module("bench_moe", arguments)
+
+
+def _module(name: str, arguments: tuple[str, ...]) -> int:
+    """In a process of its own, since these benches start themselves again, once a rank."""
+    return subprocess.call([sys.executable, "-m", f"ppruntime.launch.{name}", *arguments])
