@@ -77,7 +77,7 @@ def test_a_pipeline_without_a_channel_opens_and_ends_its_steps():
 
 
 def _mixed(rank, kind):
-    turn, hop = _channel(0, rank, rank), _channel(1, 0, 1)
+    hop = _channel(1, 0, 1)
     channels = [_channel(0, 0, 0), hop, _channel(2, 1, 1)]
     turn = channels[2 * rank]
     transport = process_opener(rank, kind)(channels)
@@ -96,6 +96,9 @@ def _mixed(rank, kind):
     transport.step_end()
     with pytest.raises(TransportError, match=r"none of the channels \[0, 1, 2\]"):
         transport.post(_channel(7, 0, 1), 0)
+    meeting = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    meeting.set(f"rank {rank} has all", "")
+    meeting.wait(["rank 0 has all", "rank 1 has all"])
     transport.abort("enough")
     for channel in (turn, hop):
         with pytest.raises(TransportError, match="enough"):

@@ -236,3 +236,26 @@ def _freed_when_left(rank, open_channels, kind):
 @pytest.mark.parametrize("kind", kinds(2))
 def test_sent_tensors_and_their_graphs_are_freed_once_they_have_left(kind):
     assert run_scenario(kind, 2, _freed_when_left, kind) == [0, 0]
+
+
+def _closes_at_once(rank, open_channels, kind):
+    boundary = Boundary((TensorSpec("x", (8 << 20,), torch.uint8),))
+    channel = Channel(0, "forward", 0, 1, 0, 1, boundary, slots=1)
+    device = _device(rank, kind)
+    for opening in range(4):
+        transport = open_channels([channel])
+        message = payload(channel, 0, opening, device)
+        if rank == 0:
+            transport.send(channel, 0, message)
+        else:
+            transport.post(channel, 0)
+            time.sleep(0.05)
+            assert_same_bits(transport.take(channel, 0), message, f"opening {opening}")
+            transport.release(channel, 0)
+        transport.step_end()
+        transport.close()
+
+
+@pytest.mark.parametrize("kind", kinds(2))
+def test_what_has_left_arrives_though_its_sender_closes_at_once(kind):
+    run_scenario(kind, 2, _closes_at_once, kind)
