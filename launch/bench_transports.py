@@ -497,12 +497,13 @@ def _versions(library: str | None) -> dict[str, str]:
     import torch
     from torch._C._distributed_c10d import ProcessGroupNCCL
 
-    from ppruntime.transports import nccl_api
+    from ppruntime.transports import nccl_library
     from ppruntime.transports.base import TransportError
+    from ppruntime.transports.nccl_api import version_text
 
     runtime = ProcessGroupNCCL.get_runtime_nccl_version()  # type: ignore[call-arg]
     try:
-        put = nccl_api.version_text(nccl_api.load(library).version)
+        put = version_text(nccl_library.load(nccl_library.FOR_PUT, library).version)
     except TransportError as error:
         put = str(error)
     driver = Path("/sys/module/nvidia/version")

@@ -1,5 +1,5 @@
-"""A CUDA driver simulated on the CPU: what `copy_engine` and `put` ask of streams, events, stream
-memory operations, peer memory and NCCL's one-sided calls, with the asynchrony that matters.
+"""A CUDA driver simulated on the CPU: what the GPU transports ask of streams, events, stream memory
+operations, peer memory and NCCL, with the asynchrony that matters, hangs included.
 
 Every stream is a thread that works off its queue, so work runs late, streams overtake each other
 and a wait holds its stream alone. Ranks are threads of one process; a rank's memory is a memfd that
@@ -9,6 +9,7 @@ replaced but what calls C: `Driver`, `Nccl` and the mapping of memory.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import mmap
@@ -23,7 +24,7 @@ from typing import ClassVar
 
 import torch
 
-from ppruntime.transports import copy_engine, meeting, nccl, put
+from ppruntime.transports import copy_engine, meeting, nccl, nccl_library, put
 from ppruntime.transports import driver as driver_module
 
 _HERE = threading.local()
@@ -166,7 +167,15 @@ def _tensor_at(address, num_bytes, device):
 
 
 class Nccl:
-    """NCCL's one-sided calls: signal counts that waits consume, one order per communicator end."""
+    """NCCL: signal counts that waits consume; sends and receives that meet in order and of which
+    none ends before the other has begun; one order per communicator end.
+
+    As the real one: an abort ends sends and receives, never a wait for a signal, and hangs while a
+    kernel of a communicator outside its group runs (here: `abort_hangs`); a destroy waits for the
+    other end's, for ever.
+    """
+
+    abort_hangs = False
 
     version, where = 23203, "simulated"
     _lock = threading.Lock()
@@ -184,7 +193,16 @@ class Nccl:
                 edge, {"ready": threading.Barrier(2), "ends": {}}
             )
             end = SimpleNamespace(
-                rank=rank, edge=meeting_place, signals=0, waited=0, last=None, address=0
+                rank=rank,
+                edge=meeting_place,
+                signals=0,
+                waited=0,
+                last=None,
+                address=0,
+                inbox=queue.SimpleQueue(),
+                taken=queue.SimpleQueue(),
+                aborted=threading.Event(),
+                destroyed=threading.Event(),
             )
             meeting_place["ends"][rank] = end
             comm = edge * 2 + rank
@@ -209,7 +227,57 @@ class Nccl:
         pass
 
     def destroy(self, comm):
-        pass
+        self._comms[comm].destroyed.set()
+        self._peer(comm).destroyed.wait()
+
+    def abort(self, comms):
+        if self.abort_hangs:
+            threading.Event().wait()
+        for comm in comms:
+            self._comms[comm].aborted.set()
+
+    @contextmanager
+    def group(self):
+        _HERE.group = []
+        yield
+        transfers, _HERE.group = _HERE.group, None
+        ((comm, stream),) = {(comm, stream) for comm, stream, _ in transfers}
+        self._do(comm, stream, lambda: [move() for *_, move in transfers])
+
+    def send(self, source, num_bytes, peer, comm, stream):
+        end, other = self._comms[comm], self._peer(comm)
+
+        def move():
+            other.inbox.put(ctypes.string_at(source, num_bytes))
+            self._next(end.taken, end)
+
+        self._transfer(comm, stream, move)
+
+    def recv(self, target, num_bytes, peer, comm, stream):
+        end, other = self._comms[comm], self._peer(comm)
+
+        def move():
+            payload = self._next(end.inbox, end)
+            if payload is not None:
+                assert len(payload) == num_bytes, "send and receive are of different sizes"
+                ctypes.memmove(target, payload, num_bytes)
+                other.taken.put(True)
+
+        self._transfer(comm, stream, move)
+
+    def _transfer(self, comm, stream, move):
+        if getattr(_HERE, "group", None) is not None:
+            _HERE.group.append((comm, stream, move))
+        else:
+            self._do(comm, stream, move)
+
+    @staticmethod
+    def _next(waiting, end):
+        """What comes next; None after an abort."""
+        while not end.aborted.is_set():
+            with contextlib.suppress(queue.Empty):
+                return waiting.get(timeout=0.01)
+        return None
 
     def _peer(self, comm):
         end = self._comms[comm]
@@ -255,57 +323,6 @@ class Nccl:
         self._do(comm, stream, wait)
 
 
-class Group:
-    """A 2-rank NCCL process group: sends and receives meet in order, on the stream of the caller,
-    and neither ends before the other has begun."""
-
-    _lock = threading.Lock()
-    _pipes: ClassVar[dict[tuple[int, int], SimpleNamespace]] = {}
-
-    def __init__(self, store, channel):
-        with self._lock:
-            made = store.add(f"simulated {channel.id}", 1)
-            key = int(store.get(f"simulated key {channel.id}")) if made == 2 else id(self)
-            if made == 1:
-                store.set(f"simulated key {channel.id}", str(key))
-                self._pipes[channel.id, key] = SimpleNamespace(
-                    sent=queue.SimpleQueue(), taken=queue.SimpleQueue()
-                )
-            self._pipe = self._pipes[channel.id, key]
-            _KEPT.append(self)  # so that no other group gets its id
-        self._aborted = threading.Event()
-
-    def send(self, tensors, peer, tag):
-        def meet():
-            self._pipe.sent.put(tensors[0])
-            self._get(self._pipe.taken)
-
-        return SimpleNamespace(wait=lambda: current_stream().do(meet))
-
-    def recv(self, tensors, peer, tag):
-        def meet():
-            payload = self._get(self._pipe.sent)
-            if payload is not None:
-                tensors[0].copy_(payload)
-                self._pipe.taken.put(True)
-
-        return SimpleNamespace(wait=lambda: current_stream().do(meet))
-
-    def _get(self, pipe):
-        while not self._aborted.is_set():
-            try:
-                return pipe.get(timeout=0.01)
-            except queue.Empty:
-                continue
-        return None
-
-    def abort(self):
-        self._aborted.set()
-
-    def shutdown(self):
-        pass
-
-
 _KEPT: list = []
 
 
@@ -327,12 +344,11 @@ def install(monkeypatch):
     for module in (copy_engine, put, nccl):
         monkeypatch.setattr(module, "Driver", Driver)
     monkeypatch.setattr(nccl, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(nccl, "_communicator", lambda store, channel, *_: Group(store, channel))
     for module in (copy_engine, put):
         monkeypatch.setattr(module, "tensor_at", _tensor_at)
     monkeypatch.setattr(copy_engine, "allocate", _allocate)
     monkeypatch.setattr(
         copy_engine, "map_peer", lambda driver, device, fd, num_bytes: _Memory(fd, num_bytes)
     )
-    monkeypatch.setattr(put.nccl_api, "load", lambda path=None: Nccl())
+    monkeypatch.setattr(nccl_library, "load", lambda need, path=None: Nccl())
     monkeypatch.setattr(meeting, "checked_device", lambda kind, device: device)

@@ -103,12 +103,13 @@ class _Source:
         credit_address: int | None,
         landed: _Words,
     ) -> None:
-        self.stream, self._driver, self._channel = stream, driver, channel
+        self.stream, self.streams = stream, (stream,)
+        self._driver, self._channel = driver, channel
         self._slots_address, self._credit_address = slots_address, credit_address
         self._landed, self._offsets = landed, channel.boundary.offsets
         self.num_waited = 0
 
-    def push(self, message: int, tensors: tuple[Tensor, ...]) -> None:
+    def push(self, message: int, tensors: tuple[Tensor, ...], ready: torch.cuda.Event) -> None:
         stream, channel = self.stream.handle, self._channel
         needed = credits_needed(message, channel.slots)
         if needed and self._credit_address is not None:
@@ -139,7 +140,8 @@ class _Destination:
         landed_address: int,
         credits: _Words | None,
     ) -> None:
-        self.stream, self._driver, self._channel = stream, driver, channel
+        self.stream, self.streams = stream, (stream,)
+        self._driver, self._channel = driver, channel
         self._landed_address, self._credits = landed_address, credits
         size = channel.boundary.slot_bytes
         self._views = [

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from ppruntime.transports.background import Background
 from ppruntime.transports.base import Channel
 from ppruntime.transports.driver import Driver, OwnStream, new_event
 from ppruntime.transports.ledger import Ledger
@@ -38,6 +39,8 @@ _SPREAD_SECONDS = 1.5
 """From the announcement of an abort until waits are let go. Streams that go on without data would
 send what they make of it, in order and on time: by then every rank has to know not to use it."""
 _POLL_SECONDS = 50e-6
+_GIVE_BACK_SECONDS = 5.0
+_LOST_SECONDS = 2.0  # for a close that a peer has done its part in before its process ended
 
 
 class SendEnd(Protocol):
@@ -45,15 +48,24 @@ class SendEnd(Protocol):
 
     stream: OwnStream
 
-    def push(self, message: int, tensors: tuple[Tensor, ...]) -> None:
+    @property
+    def streams(self) -> tuple[OwnStream, ...]:
+        """All that this end alone uses, `stream` first."""
+
+    def push(self, message: int, tensors: tuple[Tensor, ...], ready: torch.cuda.Event) -> None:
         """Enqueues on `stream`: wait until the slot is free, move the tensors, tell the peer. When
-        the stream is past it the tensors may be overwritten."""
+        the stream is past it the tensors may be overwritten. `stream` has waited for `ready`, which
+        is behind the tensors' writers; other streams of the end have not."""
 
 
 class ReceiveEnd(Protocol):
     """The destination's end of one channel."""
 
     stream: OwnStream
+
+    @property
+    def streams(self) -> tuple[OwnStream, ...]:
+        """All that this end alone uses, `stream` first."""
 
     def post(self, message: int) -> None:
         """The message is expected next. Raises TransportError if its slot is not free."""
@@ -73,11 +85,13 @@ class Fabric(Protocol):
 
     def unblock(self) -> bool:
         """Lets every wait that this rank's streams are in pass, without data. Called after an
-        abort, again and again until none waits. False if nothing can: the process must end."""
+        abort, again and again until none waits; returns at once. False if nothing can, or nothing
+        did in its time: the process must end."""
 
     def close(self, *, orderly: bool) -> None:
-        """Gives back groups and buffers; nothing of them is in use on this GPU any more. Without
-        a word to peers if not `orderly`: after an abort they may be gone."""
+        """Gives back groups and buffers; nothing of them is in use on this GPU any more. May wait
+        for peers to close too, but not after an abort (not `orderly`): they may be gone. In a
+        thread of its own, as calls into CUDA and NCCL may hang."""
 
 
 PENDING_WAIT_EXIT_CODE = 86
@@ -123,7 +137,7 @@ class DeviceTransport:
         lives: Mapping[int, Life],
     ) -> None:
         self.kind, self._rank, self._device, self._driver = kind, rank, device, driver
-        self._timeout_seconds, self._fabric = timeout_seconds, fabric
+        self._timeout_seconds, self._fabric, self._lives = timeout_seconds, fabric, dict(lives)
         self._ledger = Ledger(channels, rank, device)
         self._sending = {i: _Sending(end) for i, end in senders.items()}
         self._receiving = {i: _Receiving(end) for i, end in receivers.items()}
@@ -175,7 +189,7 @@ class DeviceTransport:
         stream.wait_event(ready)
         begun.record(stream)
         message, sending.num_sent = sending.num_sent, sending.num_sent + 1
-        sending.end.push(message, whole)
+        sending.end.push(message, whole, ready)
         left.record(stream)
         text = f"micro-batch {micro_batch} to leave on the {channel}, to rank {channel.dst_rank}"
         self._pending.add(Pending(text, channel.dst_rank, begun, left, is_send=True, holds=whole))
@@ -229,13 +243,45 @@ class DeviceTransport:
             self._watchdog.close()
             if drained:
                 # What still waits keeps its buffers: giving them back would wait for it, for ever.
-                self._fabric.close(orderly=orderly)
-                for stream in self._own_streams():
-                    stream.destroy()
+                self._give_back(orderly=orderly)
+
+    def _give_back(self, *, orderly: bool) -> None:
+        """Closes the fabric, or says that it does not close in time and leaves it to the end of the
+        process: a peer that ended takes its part in closing along."""
+
+        def close() -> None:
+            self._driver.enter_thread()
+            torch.cuda.set_device(self._device)
+            self._fabric.close(orderly=orderly)
+            for stream in self._own_streams():
+                stream.destroy()
+
+        lost_at = math.inf
+
+        def is_hopeless() -> bool:
+            nonlocal lost_at
+            if lost_at == math.inf and any(life.has_ended for life in self._lives.values()):
+                lost_at = time.monotonic()
+            return time.monotonic() - lost_at > _LOST_SECONDS
+
+        closing = Background("transport close", close)
+        limit = self._timeout_seconds if orderly else _GIVE_BACK_SECONDS
+        start = time.monotonic()
+        if not closing.wait(limit, give_up=is_hopeless):
+            why = "a peer has ended" if lost_at < math.inf else "no peer closed, or the GPU hangs"
+            print(
+                f"rank {self._rank}: {self.kind} did not close within"
+                f" {time.monotonic() - start:.1f} s ({why}); its buffers stay until the process"
+                " ends",
+                file=sys.stderr,
+                flush=True,
+            )
+        elif closing.error is not None:
+            raise closing.error
 
     def _own_streams(self) -> list[OwnStream]:
-        sources = [sending.end.stream for sending in self._sending.values()]
-        return sources + [receiving.end.stream for receiving in self._receiving.values()]
+        ends = [s.end for s in self._sending.values()], [r.end for r in self._receiving.values()]
+        return [stream for kind in ends for end in kind for stream in end.streams]
 
     def _wait_until_left(self) -> None:
         # Polls rather than synchronises: the watchdog ends it, also where a wait has no end.

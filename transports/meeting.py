@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 from ppruntime.transports.base import Channel, TransportError
 from ppruntime.transports.device import end_process
 from ppruntime.transports.lives import Life, life_of, parse_life
+from ppruntime.transports.nccl_api import Nccl, version_text
 
 _GRACE_SECONDS = 15.0
 
@@ -105,6 +106,35 @@ def swap_texts(
             f" {timeout_seconds:g} s (waited for their {key}): {error}"
         ) from error
     return {peer: store.get(f"{key} {peer}").decode() for peer in peers}
+
+
+def agreed_library(
+    kind: str,
+    load: Callable[[], Nccl],
+    store: Store,
+    rank: int,
+    peers: Sequence[int],
+    timeout_seconds: float,
+) -> Nccl:
+    """This rank's NCCL, once every peer has one of the same version. Raises TransportError on both
+    ends of every channel where one of them has none, or another."""
+    nccl, found = None, ""
+    try:
+        nccl = load()
+        found = version_text(nccl.version)
+    except TransportError as error:
+        found = f"no usable NCCL: {error}"
+    by_rank = {
+        rank: found,
+        **swap_texts(store, "nccl library", found, rank, peers, timeout_seconds),
+    }
+    if nccl is None or len(set(by_rank.values())) > 1:
+        said = "; ".join(f"rank {r}: {text}" for r, text in sorted(by_rank.items()))
+        raise TransportError(
+            f"{kind} needs one NCCL version on both ends of every channel ({said}); install the"
+            " same one on all hosts, for put set pp.nccl_library to it"
+        )
+    return nccl
 
 
 class OpeningLimit:

@@ -1,49 +1,72 @@
-"""NCCL send and receive through torch, the kind called `nccl`: any machines that NCCL connects.
+"""NCCL send and receive, the kind called `nccl`: any machines that NCCL connects.
 
 Every channel has a communicator of two ranks, so no channel waits for another and two ranks that
 share several channels cannot mix them up. Kernels move the bytes: they take SMs while they run and
 also while they wait for the peer, hence two limits: `transport_ctas` caps the thread blocks of a
 transfer, `recv_lead` how many receives are on the GPU before their reader asks for them.
 
-A message is one send and one receive whatever its number of tensors: several are packed into a
-staging buffer, one tensor leaves from where it is.
+A message is one group of sends and receives, into the slot's own places. Large tensors leave from
+where they are; small neighbours are packed into one piece first.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
-from ppruntime.transports import meeting, selftest
-from ppruntime.transports.base import Channel, TransportError
+from ppruntime.transports import meeting, nccl_library, selftest
+from ppruntime.transports.base import ALIGNMENT_BYTES, Channel, TransportError
+from ppruntime.transports.communicators import DST, SRC, Communicators
 from ppruntime.transports.device import DeviceTransport
 from ppruntime.transports.driver import Driver, OwnStream, new_event
+from ppruntime.transports.nccl_api import Config, Nccl
 from ppruntime.transports.slots import aligned_bytes, typed_views
 
 OPTIONS = frozenset({"transport_ctas", "recv_lead", "selftest"})
 _KIND = "nccl"
-_SRC, _DST, _TAG = 0, 1, 0  # ranks within a channel's communicator
-_MIN_MESSAGE_BYTES = 256  # NCCL sends no empty messages
-# torch's own watchdog ends the whole process; ours names the channel and must come first.
-_TORCH_PATIENCE = 10.0
+_MIN_MESSAGE_BYTES = 256  # a message without bytes sends this many, so that it is one
+_LARGE_BYTES = 1 << 20
+"""From here on a tensor is sent from where it is: to copy 1 MB costs as much as one more piece."""
 
 
-def message_bytes(channel: Channel) -> int:
-    """Bytes that cross per message, the same on both ends."""
-    if is_plain(channel):
-        return channel.boundary.num_bytes
-    return max(channel.boundary.slot_bytes, _MIN_MESSAGE_BYTES)
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one send moves: the bytes of the slot from `offset` on, those of `tensors` (by index).
+    Packed unless it is one tensor."""
+
+    offset: int
+    num_bytes: int
+    tensors: tuple[int, ...]
 
 
-def is_plain(channel: Channel) -> bool:
-    """The message is the one tensor of the boundary itself, nothing has to be packed."""
-    return len(channel.boundary.tensors) == 1 and channel.boundary.num_bytes > 0
+def pieces_of(channel: Channel) -> tuple[Piece, ...]:
+    """How a message is cut, the same on both ends: each large tensor alone, neighbouring small ones
+    together with the gaps between them; at least one piece."""
+    pieces: list[Piece] = []
+    packed: list[int] = []
+    boundary = channel.boundary
+
+    def end_packed() -> None:
+        if packed:
+            first, last = packed[0], packed[-1]
+            end = boundary.offsets[last] + boundary.tensors[last].num_bytes
+            start = boundary.offsets[first]
+            pieces.append(Piece(start, end - start, tuple(packed)))
+            packed.clear()
+
+    for index, spec in enumerate(boundary.tensors):
+        if spec.num_bytes >= _LARGE_BYTES:
+            end_packed()
+            pieces.append(Piece(boundary.offsets[index], spec.num_bytes, (index,)))
+        elif spec.num_bytes:
+            packed.append(index)
+    end_packed()
+    return tuple(pieces) or (Piece(0, _MIN_MESSAGE_BYTES, ()),)
 
 
 class _Source:
@@ -51,28 +74,46 @@ class _Source:
 
     def __init__(
         self,
-        group: Any,
+        comms: Communicators,
+        comm: int,
         driver: Driver,
         stream: OwnStream,
         channel: Channel,
         device: torch.device,
     ) -> None:
-        self.stream, self._group, self._driver = stream, group, driver
-        self._is_plain, self._offsets = is_plain(channel), channel.boundary.offsets
-        num_bytes = 0 if self._is_plain else message_bytes(channel)
+        self.stream, self.streams = stream, (stream,)
+        self._comms, self._comm, self._driver = comms, comm, driver
+        self._pieces, self._offsets = pieces_of(channel), channel.boundary.offsets
+        packed = [p for p in self._pieces if len(p.tensors) != 1]
+        self._staging_of: dict[int, int] = {}
+        num_bytes = 0
+        for piece in packed:
+            self._staging_of[piece.offset] = num_bytes
+            num_bytes += -(-piece.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self._staging = aligned_bytes(num_bytes, device)
 
-    def push(self, message: int, tensors: tuple[Tensor, ...]) -> None:
-        if self._is_plain:
-            payload = tensors[0].reshape(-1).view(torch.uint8)
-        else:
-            payload, start = self._staging, self._staging.data_ptr()
-            # Behind the last send: the stream has waited for it.
-            for offset, tensor in zip(self._offsets, tensors, strict=True):
-                source = tensor.data_ptr()
-                self._driver.copy(self.stream.handle, start + offset, source, tensor.nbytes)
-        with torch.cuda.stream(self.stream.torch):
-            self._group.send([payload], _DST, _TAG).wait()  # the stream waits, not the host
+    def push(self, message: int, tensors: tuple[Tensor, ...], ready: torch.cuda.Event) -> None:
+        stream = self.stream.handle
+        sends = [(self._gathered(piece, tensors), piece.num_bytes) for piece in self._pieces]
+
+        def enqueue() -> None:
+            nccl = self._comms.nccl
+            with nccl.group():
+                for address, num_bytes in sends:
+                    nccl.send(address, num_bytes, DST, self._comm, stream)
+
+        self._comms.enqueue(enqueue)
+
+    def _gathered(self, piece: Piece, tensors: tuple[Tensor, ...]) -> int:
+        """The address of the piece's bytes."""
+        if len(piece.tensors) == 1:
+            return tensors[piece.tensors[0]].data_ptr()
+        start = self._staging.data_ptr() + self._staging_of[piece.offset]
+        # Behind the last send: the stream has waited for it.
+        for index in piece.tensors:
+            tensor, offset = tensors[index], self._offsets[index] - piece.offset
+            self._driver.copy(self.stream.handle, start + offset, tensor.data_ptr(), tensor.nbytes)
+        return start
 
 
 class _Destination:
@@ -84,17 +125,19 @@ class _Destination:
 
     def __init__(
         self,
-        group: Any,
+        comms: Communicators,
+        comm: int,
         stream: OwnStream,
         channel: Channel,
         device: torch.device,
         recv_lead: int,
     ) -> None:
-        self.stream, self._group, self._recv_lead = stream, group, recv_lead
+        self.stream, self.streams = stream, (stream,)
+        self._comms, self._comm, self._recv_lead = comms, comm, recv_lead
         size = max(channel.boundary.slot_bytes, _MIN_MESSAGE_BYTES)
-        buffers = [aligned_bytes(size, device) for _ in range(channel.slots)]
-        self._views = [typed_views(channel.boundary, buffer) for buffer in buffers]
-        self._payloads = [buffer[: message_bytes(channel)] for buffer in buffers]
+        self._buffers = [aligned_bytes(size, device) for _ in range(channel.slots)]
+        self._views = [typed_views(channel.boundary, buffer) for buffer in self._buffers]
+        self._pieces = pieces_of(channel)
         self._free = deque(range(channel.slots))
         self._slot_of: dict[int, int] = {}
         self._released: list[torch.cuda.Event | None] = [None] * channel.slots
@@ -134,48 +177,48 @@ class _Destination:
     def _issue(self, message: int, earliest: torch.cuda.Event | None) -> None:
         assert message == self._num_issued, f"receive {self._num_issued} is due, not {message}"
         slot = self._slot_of[message]
-        stream = self.stream.torch
+        stream, start = self.stream.torch, self._buffers[slot].data_ptr()
         for event in (earliest, self._released[slot]):
             if event is not None:
                 stream.wait_event(event)
-        with torch.cuda.stream(stream):
-            self._group.recv([self._payloads[slot]], _SRC, _TAG).wait()
+
+        def enqueue() -> None:
+            nccl = self._comms.nccl
+            with nccl.group():
+                for p in self._pieces:
+                    nccl.recv(start + p.offset, p.num_bytes, SRC, self._comm, self.stream.handle)
+
+        self._comms.enqueue(enqueue)
         landed = self._landed[message] = new_event()
         landed.record(stream)
         self._num_issued += 1
 
 
 class _Fabric:
-    """The communicators, in the order in which an abort ends them: those that send come first, so
-    that nothing goes out which was made from data that never came."""
+    """What an abort ends."""
 
-    def __init__(self) -> None:
-        self.sending: list[Any] = []
-        self.receiving: list[Any] = []
-        self._aborted = False
+    def __init__(self, comms: Communicators) -> None:
+        self._comms = comms
 
     def unblock(self) -> bool:
-        if not self._aborted:
-            self._aborted = True
-            for group in (*self.sending, *self.receiving):
-                group.abort()
-        return True
+        return self._comms.abort()
 
     def close(self, *, orderly: bool) -> None:
-        if not orderly:
-            self.unblock()  # shutting down would wait for peers
-        elif not self._aborted:
-            for group in (*self.sending, *self.receiving):
-                group.shutdown()
+        if orderly:
+            self._comms.destroy()
+        else:
+            self._comms.wait_aborted()
 
 
 def unavailable_reason() -> str | None:
     """Why this process cannot use nccl, with the remedy; None if it can."""
-    if not torch.distributed.is_nccl_available():
-        return (
-            'this torch is built without NCCL; install one with CUDA or set pp.transport = "gloo"'
-        )
-    return meeting.no_cuda_reason(_KIND)
+    reason = meeting.no_cuda_reason(_KIND)
+    if reason is None:
+        try:
+            nccl_library.load(nccl_library.FOR_SEND_RECV)
+        except TransportError as error:
+            reason = str(error)
+    return reason
 
 
 def open(
@@ -201,22 +244,35 @@ def open(
         raise TransportError(f"{_KIND} needs a store by which the ranks meet; pass store=")
     transport_ctas, recv_lead = _checked_options(options)
     mine = sorted((c for c in channels if rank in (c.src_rank, c.dst_rank)), key=lambda c: c.id)
-    fabric, sources, destinations = _Fabric(), dict[int, _Source](), dict[int, _Destination]()
+    sources, destinations = dict[int, _Source](), dict[int, _Destination]()
+
+    def configure(config: Config) -> None:
+        if transport_ctas is not None:
+            config.min_ctas, config.max_ctas = 1, transport_ctas
+
     with meeting.OpeningLimit(_KIND, rank, timeout_seconds):
         peers = meeting.peers_of(mine, rank)
         places = meeting.swap_places(store, device, rank, peers, timeout_seconds)
-        driver = Driver(device)
+        nccl = meeting.agreed_library(
+            _KIND,
+            lambda: nccl_library.load(nccl_library.FOR_SEND_RECV),
+            store,
+            rank,
+            peers,
+            timeout_seconds,
+        )
+        driver, comms = Driver(device), Communicators(nccl, store)
         for channel in mine:  # by id on every rank: making a communicator waits for the other end
             stream = OwnStream(driver, device)
             is_source = channel.src_rank == rank
-            group = _communicator(store, channel, is_source, timeout_seconds, transport_ctas)
-            _warm_up(group, is_source, stream, device)
+            comm = comms.open(channel, is_source=is_source, configure=configure)
+            _warm_up(nccl, comm, is_source, stream, device)
             if is_source:
-                fabric.sending.append(group)
-                sources[channel.id] = _Source(group, driver, stream, channel, device)
+                sources[channel.id] = _Source(comms, comm, driver, stream, channel, device)
             else:
-                fabric.receiving.append(group)
-                destinations[channel.id] = _Destination(group, stream, channel, device, recv_lead)
+                destinations[channel.id] = _Destination(
+                    comms, comm, stream, channel, device, recv_lead
+                )
         torch.cuda.synchronize(device)
     transport = DeviceTransport(
         _KIND,
@@ -228,37 +284,20 @@ def open(
         store=store,
         senders=sources,
         receivers=destinations,
-        fabric=fabric,
+        fabric=_Fabric(comms),
         lives=meeting.lives_of(places, rank),
     )
     return selftest.tested(transport, mine, rank, device, store, timeout_seconds, options)
 
 
-def _communicator(
-    store: Store, channel: Channel, is_source: bool, timeout_seconds: float, ctas: int | None
-) -> Any:
-    # Any: the class exists only in a torch with CUDA, and its stub lacks send and recv.
-    from torch._C._distributed_c10d import ProcessGroupNCCL
-
-    # High priority: a transfer's few blocks need not wait behind a matmul's many.
-    options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timedelta(seconds=timeout_seconds * _TORCH_PATIENCE)
-    if ctas is not None:
-        options.config.min_ctas = 1
-        options.config.max_ctas = ctas
-    rank_in_channel = _SRC if is_source else _DST
-    prefixed = PrefixStore(f"channel {channel.id}", store)
-    return ProcessGroupNCCL(prefixed, rank_in_channel, 2, options)
-
-
-def _warm_up(group: Any, is_source: bool, stream: OwnStream, device: torch.device) -> None:
+def _warm_up(
+    nccl: Nccl, comm: int, is_source: bool, stream: OwnStream, device: torch.device
+) -> None:
+    """One message. NCCL's first connects the two ends, which blocks the host for the peer."""
     token = torch.zeros(_MIN_MESSAGE_BYTES, dtype=torch.uint8, device=device)
     stream.torch.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream.torch):
-        if is_source:
-            group.send([token], _DST, _TAG).wait()
-        else:
-            group.recv([token], _SRC, _TAG).wait()
+    move, peer = (nccl.send, DST) if is_source else (nccl.recv, SRC)
+    move(token.data_ptr(), _MIN_MESSAGE_BYTES, peer, comm, stream.handle)
     stream.torch.synchronize()  # `token` is of this stream's time only
 
 

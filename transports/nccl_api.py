@@ -1,24 +1,20 @@
-"""The dozen NCCL calls that `put` needs, by ctypes, and the choice of the library that has them.
+"""The NCCL calls that `nccl` and `put` need, by ctypes; `nccl_library` chooses whose.
 
-torch 2.11 links NCCL 2.28.9, which has no put. Another libnccl works beside it: this module loads
-one by path, asks the loaded library itself for its version, and makes communicators of its own.
+Not torch's process groups, for three reasons: torch ends communicators one by one, which hangs
+while a kernel of another one waits for its peer; its own watchdog may end the process before ours
+has named the channel; and it moves each transfer to a stream of its own.
 Signatures and struct: the public nccl.h of 2.30.7 and 2.32.3.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import importlib.util
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from ppruntime.transports.base import TransportError
 
-MIN_VERSION: Final = 23000
-"""2.30: puts stage their signal on the device. 2.29 copied it from pageable host memory."""
 UNIQUE_ID_BYTES: Final = 128
 UINT8: Final = 1  # ncclUint8
 WINDOW_SYMMETRIC: Final = 1  # NCCL_WIN_COLL_SYMMETRIC
@@ -26,10 +22,6 @@ CTA_POLICY_ZERO: Final = 2  # NCCL_CTA_POLICY_ZERO
 _MAGIC: Final = 0xCAFEBEEF
 _CONFIG_VERSION: Final = 23007  # the header that `Config` is taken from
 _UNDEFINED: Final = -(2**31)  # NCCL_CONFIG_UNDEF_INT
-_REMEDY: Final = (
-    'set pp.nccl_library to a libnccl.so.2 of 2.30 or newer (package "nvidia-nccl-cu13>=2.30"),'
-    ' or set pp.transport = "nccl"'
-)
 
 
 class UniqueId(ctypes.Structure):
@@ -82,56 +74,16 @@ class Config(ctypes.Structure):
 
 
 def make_config(version: int, name: bytes) -> Config:
-    """The configuration of an edge's communicator: zero CTAs, one at most, nothing shared. `name`
-    must outlive the communicator."""
+    """NCCL's defaults for a communicator of its own: calls block until they are enqueued, nothing
+    is shared with others. `name` must outlive the communicator."""
     config = Config()
     for field, kind in _CONFIG_2_30:
         if kind is ctypes.c_int:
             setattr(config, field, _UNDEFINED)
     config.size, config.magic = ctypes.sizeof(Config), _MAGIC
     config.version = min(version, _CONFIG_VERSION)
-    config.blocking, config.split_share = 1, 0
-    config.min_ctas = config.max_ctas = 1
-    config.cta_policy, config.comm_name = CTA_POLICY_ZERO, name
+    config.blocking, config.split_share, config.comm_name = 1, 0, name
     return config
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A library that may be used: what names it, and where it is (None if there is none)."""
-
-    source: Literal["pp.nccl_library", "the installed nvidia-nccl package", "torch's own"]
-    path: str | None
-
-
-def candidates(nccl_library: str | None) -> tuple[Candidate, ...]:
-    """Where to look, in this order. A path that the user gave is the only one."""
-    if nccl_library is not None:
-        return (Candidate("pp.nccl_library", nccl_library),)
-    return (
-        Candidate("the installed nvidia-nccl package", _installed_library()),
-        Candidate("torch's own", _loaded_library()),
-    )
-
-
-def _installed_library() -> str | None:
-    try:
-        spec = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:
-        return None
-    for folder in spec.submodule_search_locations or () if spec is not None else ():
-        path = Path(folder) / "lib" / "libnccl.so.2"
-        if path.is_file():
-            return str(path)
-    return None
-
-
-def _loaded_library() -> str | None:
-    try:
-        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-    except OSError:
-        return None
-    return "libnccl.so.2"
 
 
 def version_text(version: int) -> str:
@@ -140,32 +92,20 @@ def version_text(version: int) -> str:
     return f"{version // major_unit}.{version % major_unit // 100}.{version % 100}"
 
 
-def too_old(found: Sequence[tuple[str, int]]) -> str:
-    """Why none of the libraries found (where, version code) will do, and the remedy."""
-    listed = ", ".join(f"{version_text(version)} ({where})" for where, version in found)
-    return f"put needs NCCL >= {version_text(MIN_VERSION)}, found {listed or 'none'}; {_REMEDY}"
-
-
-def load(nccl_library: str | None = None) -> Nccl:
-    """The first candidate that is new enough. Raises TransportError naming every version found."""
-    found: list[tuple[str, int]] = []
-    for candidate in candidates(nccl_library):
-        if candidate.path is None:
-            continue
-        nccl = Nccl(candidate.path, f"{candidate.source}: {candidate.path}")
-        if nccl.version >= MIN_VERSION:
-            return nccl
-        found.append((nccl.where, nccl.version))
-    raise TransportError(too_old(found))
-
-
 _POINTER = ctypes.c_void_p
 _OUT = ctypes.POINTER(ctypes.c_void_p)
+# Buffer, count, datatype, peer, communicator, stream.
+_SEND_RECV: Final = (_POINTER, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _POINTER, _POINTER)
 _PROTOTYPES: Final[dict[str, tuple[type, ...]]] = {
     "ncclGetUniqueId": (ctypes.POINTER(UniqueId),),
     "ncclCommInitRankConfig": (_OUT, ctypes.c_int, UniqueId, ctypes.c_int, ctypes.POINTER(Config)),
     "ncclCommDestroy": (_POINTER,),
+    "ncclCommAbort": (_POINTER,),
     "ncclCommGetAsyncError": (_POINTER, ctypes.POINTER(ctypes.c_int)),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+    "ncclSend": _SEND_RECV,
+    "ncclRecv": _SEND_RECV,
     "ncclMemAlloc": (_OUT, ctypes.c_size_t),
     "ncclMemFree": (_POINTER,),
     "ncclCommWindowRegister": (_POINTER, _POINTER, ctypes.c_size_t, _OUT, ctypes.c_int),
@@ -202,18 +142,11 @@ class Nccl:
     """
 
     def __init__(self, path: str, where: str) -> None:
+        """Loads the library; raises OSError if there is none, AttributeError if it is no NCCL."""
         self.where = where
-        try:
-            self._library = ctypes.CDLL(path)
-        except OSError as error:
-            raise TransportError(
-                f"put cannot load NCCL from {where}: {error}; {_REMEDY}"
-            ) from error
+        self._library = ctypes.CDLL(path)
         version = ctypes.c_int()
-        try:
-            self._library.ncclGetVersion(ctypes.byref(version))
-        except AttributeError as error:
-            raise TransportError(f"{path} ({where}) is not NCCL: {error}; {_REMEDY}") from error
+        self._library.ncclGetVersion(ctypes.byref(version))
         self.version = version.value
         self._calls: dict[str, Callable[..., int]] = {}
 
@@ -237,14 +170,44 @@ class Nccl:
         return _handle(comm)
 
     def destroy(self, comm: int) -> None:
-        """Gives back the communicator; waits for its work, which must be able to finish."""
+        """Gives back the communicator: waits for its work, and on one host for the other rank to
+        destroy its end too. For ever, if that one never does."""
         self._call("ncclCommDestroy", comm)
+
+    def abort(self, comms: Sequence[int]) -> None:
+        """Ends kernels that wait for a peer and gives all the communicators back, without a word to
+        the other ranks.
+
+        In one group: giving one back may synchronise the GPU, so the flags that end the kernels of
+        all have to be up before the first. May still block for ever if other work hangs on the GPU.
+        Source: NVIDIA/nccl#1013, pytorch/pytorch#119797.
+        """
+        with self.group():
+            for comm in comms:
+                self._call("ncclCommAbort", comm)
+
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        """What is called inside starts together, when the block ends."""
+        self._call("ncclGroupStart")
+        try:
+            yield
+        finally:
+            self._call("ncclGroupEnd")
 
     def async_error(self, comm: int) -> int:
         """The error that a communicator found in the background; 0 for none, 7 for in progress."""
         error = ctypes.c_int()
         self._call("ncclCommGetAsyncError", comm, ctypes.byref(error))
         return error.value
+
+    def send(self, source: int, num_bytes: int, peer: int, comm: int, stream: int) -> None:
+        """Sends bytes; when the stream is past it they may be overwritten."""
+        self._call("ncclSend", source, num_bytes, UINT8, peer, comm, stream)
+
+    def recv(self, target: int, num_bytes: int, peer: int, comm: int, stream: int) -> None:
+        """Receives bytes. From where the stream gets here until the peer sends, a kernel waits."""
+        self._call("ncclRecv", target, num_bytes, UINT8, peer, comm, stream)
 
     def alloc(self, num_bytes: int) -> int:
         """Device memory that a window can be made of; its address."""
@@ -306,7 +269,8 @@ class Nccl:
                 call = getattr(self._library, name)
             except AttributeError as error:
                 raise TransportError(
-                    f"NCCL {version_text(self.version)} ({self.where}) has no {name}; {_REMEDY}"
+                    f"NCCL {version_text(self.version)} ({self.where}) has no {name}; use a"
+                    " newer one"
                 ) from error
             call.argtypes, call.restype = _PROTOTYPES[name], ctypes.c_int
             self._calls[name] = call

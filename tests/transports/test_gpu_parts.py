@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from ppruntime.launch import bench_transports
-from ppruntime.transports import copy_engine, lives, meeting, nccl, nccl_api, put, ring
+from ppruntime.transports import (
+    copy_engine,
+    lives,
+    meeting,
+    nccl,
+    nccl_api,
+    nccl_library,
+    put,
+    ring,
+)
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
 from ppruntime.transports.driver import AccessDesc, AllocationProp
 from ppruntime.transports.peer_memory import swap_descriptors
@@ -101,16 +110,59 @@ def test_the_words_of_many_channels_stay_before_the_slots():
     assert max([*layout.landed.values(), *layout.credits.values()]) < layout.word_bytes
 
 
-def test_a_message_is_packed_unless_it_is_one_tensor():
-    one = _channel(boundary=Boundary((TensorSpec("x", (3, 5), torch.float32),)))
-    assert nccl.is_plain(one)
-    assert nccl.message_bytes(one) == 60
-    assert not nccl.is_plain(_channel())
-    assert nccl.message_bytes(_channel()) == SMALL.slot_bytes
-    empty = _channel(boundary=Boundary((TensorSpec("x", (0, 5), torch.float32),)))
-    assert not nccl.is_plain(empty)
-    assert nccl.message_bytes(empty) == 256
-    assert put.window_bytes(empty) == 4096
+BOUNDARIES = st.lists(
+    st.tuples(
+        st.sampled_from([0, 1, 7, 300, 1 << 19, 1 << 20, (1 << 22) + 5, 70 << 20]),
+        st.sampled_from([torch.uint8, torch.float32]),
+    ),
+    max_size=5,
+).map(lambda specs: Boundary(tuple(TensorSpec("x", (extent,), dtype) for extent, dtype in specs)))
+
+
+@given(BOUNDARIES)
+def test_nccl_sends_large_tensors_from_where_they_are_and_every_byte_once(boundary):
+    pieces = nccl.pieces_of(_channel(boundary=boundary))
+    assert [i for p in pieces for i in p.tensors] == [
+        i for i, spec in enumerate(boundary.tensors) if spec.num_bytes
+    ]
+    for piece in pieces:
+        for i in piece.tensors:
+            spec, offset = boundary.tensors[i], boundary.offsets[i]
+            assert piece.offset <= offset
+            assert offset + spec.num_bytes <= piece.offset + piece.num_bytes
+            assert len(piece.tensors) == 1 or spec.num_bytes < 1 << 20
+    ends = [p.offset + p.num_bytes for p in pieces]
+    assert all(end <= p.offset for end, p in zip(ends, pieces[1:], strict=False))
+    assert len(pieces) >= 1
+    assert ends[-1] <= max(boundary.slot_bytes, 256)
+
+
+@given(BOUNDARIES)
+def test_put_stages_every_byte_once_and_puts_the_whole_slot_once(boundary):
+    parts = put.parts_of(boundary)
+    assert put.num_signals(boundary) == max(1, len(parts))
+    assert [start for start, _ in parts] == [0, *(end for _, end in parts)][: len(parts)]
+    assert not parts or parts[-1][1] == boundary.slot_bytes
+    staged = {i: 0 for i, spec in enumerate(boundary.tensors) if spec.num_bytes}
+    for start, end in parts:
+        assert start % 256 == 0
+        assert start < end
+        for i, in_tensor, in_slot, num_bytes in put.copies_into(boundary, start, end):
+            assert in_tensor == staged[i]  # from front to back, no gap
+            assert in_slot == boundary.offsets[i] + in_tensor
+            assert start <= in_slot
+            assert in_slot + num_bytes <= end
+            staged[i] += num_bytes
+    assert staged == {i: s.num_bytes for i, s in enumerate(boundary.tensors) if s.num_bytes}
+
+
+def test_a_large_message_is_put_in_a_sixth_and_the_rest_a_small_one_at_once():
+    large = Boundary((TensorSpec("x", (8192, 4, 5120), torch.bfloat16),))
+    (_, cut), (start, end) = put.parts_of(large)
+    assert cut == start
+    assert end == large.slot_bytes
+    assert cut / end == pytest.approx(1 / 6, rel=1e-5)
+    assert put.parts_of(SMALL) == ((0, SMALL.slot_bytes),)
 
 
 def test_both_ends_of_a_put_channel_make_windows_of_one_size_of_whole_pages():
@@ -133,10 +185,13 @@ def test_structs_are_as_large_as_the_headers_say():
 
 def test_a_communicator_is_configured_for_no_thread_block():
     config = nccl_api.make_config(23203, b"a name")
+    put._no_thread_blocks(config)
     assert (config.size, config.magic, config.version) == (96, 0xCAFEBEEF, 23007)
-    assert nccl_api.make_config(23003, b"").version == 23003
     assert (config.cta_policy, config.min_ctas, config.max_ctas) == (2, 1, 1)
     assert (config.blocking, config.split_share) == (1, 0)
+    torchs = nccl_api.make_config(22809, b"")
+    assert torchs.version == 22809
+    assert torchs.cta_policy == torchs.max_ctas == -(2**31)  # NCCL's own choice
     assert config.num_rma_ctx == config.graph_stream_ordering == -(2**31)
     assert config.net_name is None
     assert config.comm_name == b"a name"
@@ -150,30 +205,36 @@ def test_version_codes_read_as_versions(code, text):
 
 
 def test_a_given_library_is_the_only_candidate_else_the_package_comes_before_torchs_own():
-    assert [c.path for c in nccl_api.candidates("/x/libnccl.so.2")] == ["/x/libnccl.so.2"]
-    package, torchs = nccl_api.candidates(None)
+    assert [c.path for c in nccl_library.candidates(nccl_library.FOR_PUT, "/x/libnccl.so.2")] == [
+        "/x/libnccl.so.2"
+    ]
+    package, torchs = nccl_library.candidates(nccl_library.FOR_PUT)
     assert package.source == "the installed nvidia-nccl package"
     assert torchs.source == "torch's own"
+    # Sends and receives need no newer one than torch has.
+    assert nccl_library.candidates(nccl_library.FOR_SEND_RECV) == (torchs, package)
 
 
 def test_the_refusal_names_every_version_found_and_the_remedy():
-    text = nccl_api.too_old([("torch's own: libnccl.so.2", 22809), ("elsewhere", 22907)])
+    text = nccl_library.too_old(
+        nccl_library.FOR_PUT, [("torch's own: libnccl.so.2", 22809), ("elsewhere", 22907)]
+    )
     assert "needs NCCL >= 2.30.0" in text
     assert "2.28.9 (torch's own: libnccl.so.2)" in text
     assert "2.29.7 (elsewhere)" in text
     assert "pp.nccl_library" in text
     assert 'pp.transport = "nccl"' in text
-    assert "found none" in nccl_api.too_old([])
+    assert "found none" in nccl_library.too_old(nccl_library.FOR_PUT, [])
 
 
 def test_a_missing_library_is_refused_with_its_path(tmp_path):
     with pytest.raises(TransportError, match=r"cannot load NCCL from .*no/libnccl\.so\.2"):
-        nccl_api.load(str(tmp_path / "no" / "libnccl.so.2"))
+        nccl_library.load(nccl_library.FOR_PUT, str(tmp_path / "no" / "libnccl.so.2"))
 
 
 def test_a_library_that_is_not_nccl_is_refused():
     with pytest.raises(TransportError, match=r"is not NCCL.*ncclGetVersion"):
-        nccl_api.load("libc.so.6")
+        nccl_library.load(nccl_library.FOR_PUT, "libc.so.6")
 
 
 @pytest.fixture
@@ -200,15 +261,16 @@ def make_library(tmp_path):
 def test_an_old_nccl_is_refused_by_what_the_loaded_library_says(make_library, version):
     path = make_library(version)
     with pytest.raises(TransportError) as caught:
-        nccl_api.load(path)
+        nccl_library.load(nccl_library.FOR_PUT, path)
     assert f"found {nccl_api.version_text(version)} (pp.nccl_library: {path})" in str(caught.value)
 
 
 def test_a_new_nccl_is_taken_and_what_it_lacks_or_refuses_is_named(make_library):
-    library = nccl_api.load(
+    library = nccl_library.load(
+        nccl_library.FOR_PUT,
         make_library(
             23203, "int ncclSignal(int p, int s, int c, unsigned f, void *m, void *t) {return 3;}"
-        )
+        ),
     )
     assert library.version == 23203
     with pytest.raises(TransportError, match=r"ncclSignal failed: it broke \(a cable\).*2\.32\.3"):

@@ -13,7 +13,7 @@ from gpu_cases import in_turn_order
 from torch.distributed import HashStore, PrefixStore
 from transport_cases import assert_same_bits, payload, pipeline_channels, poison
 
-from ppruntime.transports import copy_engine, nccl, put
+from ppruntime.transports import copy_engine, device, nccl, put
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
 
 KINDS = {"copy_engine": copy_engine, "put": put, "nccl": nccl}
@@ -111,7 +111,28 @@ def test_messages_arrive_bitwise_and_slots_are_safe_however_streams_overtake(kin
             assert found.seconds < 20
 
 
-@pytest.mark.parametrize("kind", ["copy_engine", "put"])
+@pytest.mark.parametrize("kind", ["put", "nccl"])
+def test_a_message_that_goes_in_several_transfers_arrives_as_one(kind, monkeypatch):
+    monkeypatch.setattr(put, "_CUT_BYTES", 512)
+    monkeypatch.setattr(nccl, "_LARGE_BYTES", 32)
+    specs = [("a", 1500), ("b", 31), ("c", 0), ("d", 7), ("e", 400), ("f", 3)]
+    boundary = Boundary(tuple(TensorSpec(name, (size,), torch.uint8) for name, size in specs))
+    channels = [
+        Channel(i, direction, i, 1 - i, i, 1 - i, boundary, slots=2)
+        for i, direction in enumerate(("forward", "backward"))
+    ]
+    assert len(put.parts_of(boundary)) == 2
+    assert [p.tensors for p in nccl.pieces_of(channels[0])] == [(0,), (1, 3), (4,), (5,)]
+    order = in_turn_order(channels, {0: 12, 1: 12}, random.Random(2))
+
+    def run(rank, transport):
+        _play(transport, order[rank], 5)
+        transport.close()
+
+    assert _run(kind, channels, run) == [None, None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_slot_that_is_not_released_in_turn_is_refused_at_the_post(kind):
     channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=2)
 
@@ -127,10 +148,8 @@ def test_a_slot_that_is_not_released_in_turn_is_refused_at_the_post(kind):
         transport.post(channel, 2)
 
     _, error = _run(kind, [channel], run)
-    assert "message 4 has to come to the slot of message 2" in str(
-        error
-    )  # two of the start-up test
-    assert "release in the order of the posts" in str(error)
+    assert "no slot is free for micro-batch 2: the 2 go round as a ring" in str(error)
+    assert "the oldest is micro-batch 0's" in str(error)
 
 
 @pytest.mark.parametrize("kind", ["copy_engine", "nccl"])
@@ -183,6 +202,69 @@ def test_an_abort_lets_go_of_a_send_that_waits_for_a_slot(kind):
 
     for text in _run(kind, [channel], run):
         assert "the operator said so" in text
+
+
+@pytest.mark.parametrize("kind", ["put", "nccl"])
+def test_a_close_does_not_wait_for_ever_for_a_peer_that_never_closes(kind, capsys):
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+
+    def run(rank, transport):
+        if rank == 0:
+            start = time.monotonic()
+            transport.close()
+            return time.monotonic() - start
+        return None  # and never closes
+
+    seconds, _ = _run(kind, [channel], run, timeout_seconds=1.0)
+    assert 1.0 <= seconds < 5
+    said = capsys.readouterr().err
+    assert f"rank 0: {kind} did not close within 1." in said
+    assert "its buffers stay until the process ends" in said
+
+
+def test_a_close_gives_up_soon_after_the_peers_process_has_ended(monkeypatch, capsys):
+    class Ended:
+        has_ended = True
+
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+
+    def run(rank, transport):
+        if rank == 0:
+            transport._lives = {1: Ended()}
+            start = time.monotonic()
+            transport.close()
+            return time.monotonic() - start
+        return None
+
+    seconds, _ = _run("nccl", [channel], run, timeout_seconds=20.0)
+    assert seconds < 5
+    assert "a peer has ended" in capsys.readouterr().err
+
+
+def test_where_even_an_abort_of_nccl_hangs_the_process_ends_with_a_report(monkeypatch):
+    monkeypatch.setattr(simulated_cuda.Nccl, "abort_hangs", True)
+    reports, ended = [], threading.Event()
+
+    def end_process(report):
+        reports.append(report)
+        ended.set()
+        threading.Event().wait()  # what follows would be after the end
+
+    monkeypatch.setattr(device, "end_process", end_process)
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+
+    def run(rank, transport):
+        if rank == 1:
+            transport.post(channel, 7)
+            transport.take(channel, 7)
+            transport.abort("enough")
+            assert ended.wait(20), "the process was not ended"
+
+    start = time.monotonic()
+    _run("nccl", [channel], run)
+    assert time.monotonic() - start < 15
+    assert "rank 1: nccl gave up: nccl, rank 1: enough" in reports[0]
+    assert "waits for micro-batch 7 on the forward channel 0" in reports[0]
 
 
 @pytest.mark.parametrize("recv_lead", [0, 1, 3])
