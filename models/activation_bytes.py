@@ -38,8 +38,8 @@ def saved_bytes(
     """What autograd saves in one unit for `batch` sequences of `seq_len` tokens, each piece of
     memory once; parameters, token data and the carry that comes in and goes out not counted.
 
-    `dtype` is the compute dtype, float32 or bfloat16. `mix_needs_grad` is False for the unit that
-    gets the embedding's constant mix within its stage. No token is masked from Engram.
+    `dtype` is the compute dtype, float32 or bfloat16. `mix_needs_grad` is False for the V4.1 unit
+    that gets the embedding's constant mix within its stage. No token is masked from Engram.
     """
     run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
     match spec.kind:
@@ -117,7 +117,7 @@ def _residual(run: _Run, mix_needs_grad: bool) -> int:
     own_mix = streams if dims.family == "v4" else 0  # in V4.1 it is the carry's
     return (
         _coefficients(run)
-        + (run.copy(run.streams) if mix_needs_grad else 0)  # collapse
+        + (run.copy(run.streams) if mix_needs_grad or own_mix else 0)  # collapse
         + _FP32 * tokens * own_mix
         + _norm(run, tokens, dims.hidden_size)
         + run.copy(run.streams)  # write-back: streams, y, post

@@ -65,8 +65,8 @@ def activation_bytes(config: Config, stage: StagePlan) -> int:
     """Bytes that the stage keeps of one micro-batch from its forward to its backward: what autograd
     saves and, between its units, the carry, each piece of memory once.
 
-    Parameters and tokens are not counted, nor what was received: that lies in its receive buffer
-    until then. Recomputed halves save nothing but the carry that they get.
+    Parameters, tokens and the few kB of expert loads are not counted, nor what was received: that
+    lies in its receive buffer until then. Recomputed halves save only the carry that they get.
     """
     total = 0
     makers: dict[str, UnitSpec] = {}  # of the live fields that this stage made

@@ -167,6 +167,10 @@ def plan_text(config: Config) -> str:
     return "\n".join([*lines, "", *_LEGEND])
 
 
+_RECOMPUTED = {
+    "none": "nothing is recomputed",
+    "full": "half-layers are recomputed in the backward",
+}
 _BYTES = ("weights", "grads", "optim", "acts", "again", "slots", "total")
 _LEGEND = (
     "load: training FLOPs, in parts of the busiest stage's; sends: forward, per micro-batch",
@@ -193,10 +197,6 @@ def _byte_cells(part: StageReport | RankReport) -> tuple[str, ...]:
 def _header(config: Config, plan: PlanReport) -> list[str]:
     train = config.train
     engram = f", Engram {short(plan.engram_parameters)}" if plan.engram_parameters else ""
-    recompute = {
-        "none": "nothing is recomputed",
-        "full": "half-layers are recomputed in the backward",
-    }.get(config.ac.mode, "what it says is recomputed")
     return [
         f"{plan.model}: {short(plan.parameters)} parameters{engram},"
         f" {short(plan.active_matmul_parameters)} active,"
@@ -205,7 +205,7 @@ def _header(config: Config, plan: PlanReport) -> list[str]:
         f" {plan.transfers_per_step:,} transfers, bubble {plan.bubble_fraction:.1%}"
         " (op times as FLOPs, free transfers)",
         f"{train.precision}, micro-batches of {train.micro_batch_size} x {train.seq_len:,} tokens,"
-        f" ac.mode {config.ac.mode}: {recompute}",
+        f" ac.mode {config.ac.mode}: {_RECOMPUTED[config.ac.mode]}",
     ]
 
 

@@ -26,7 +26,7 @@ def short(number: float) -> str:
 
 def short_bytes(number: float) -> str:
     """Three digits and a unit, powers of ten: 10.9 GB; a dash for none."""
-    units = ((1e12, " TB"), (1e9, " GB"), (1e6, " MB"), (1e3, " kB"))
+    units = ((1e15, " PB"), (1e12, " TB"), (1e9, " GB"), (1e6, " MB"), (1e3, " kB"))
     return _scaled(number, 3, units) if number >= 1e3 else f"{number} B" if number else "-"
 
 
@@ -36,4 +36,4 @@ def _scaled(number: float, digits: int, units: Sequence[tuple[float, str]]) -> s
         if float(f"{number:.{digits}g}") >= limit:
             text = f"{number / limit:#.{digits}g}".rstrip(".")
             return f"{text}{unit}"
-    return f"{number:g}"
+    return f"{number:.{digits}g}"

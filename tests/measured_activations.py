@@ -5,13 +5,16 @@ On the meta device tensors have shapes and no memory, so that a full model's uni
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ppruntime.models.carry import CROSSING, DIFFERENTIABLE, Carry, MicroBatch
 from ppruntime.models.dims import ModelDims, UnitSpec, carry_shape, unit_specs
@@ -73,6 +76,32 @@ def measure(units: Sequence[torch.nn.Module], carry: Carry, tokens: MicroBatch) 
         sum(size for address, size in sizes.items() if address not in elsewhere),
         frozenset(fields[address] for address in sizes if fields.get(address) in CROSSING),
     )
+
+
+def bytes_left_behind(run: Callable[[], object]) -> int:
+    """Bytes of the memory that was allocated in `run` and outlives it, its result apart: what
+    autograd holds and what Python still refers to. For real devices."""
+    with _Allocations() as made:
+        run()
+    return sum(size for reference, size in made.storages.values() if not reference.expired())
+
+
+class _Allocations(TorchDispatchMode):
+    """Notes the storage of every tensor that an operation makes, without keeping it alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A weak reference keeps the storage's address from being given to another one.
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and storage(tensor) not in given:
+                memory = tensor.untyped_storage()
+                self.storages[memory._cdata] = StorageWeakRef(memory), memory.nbytes()
+        return result
 
 
 def storage(tensor: Tensor) -> int:

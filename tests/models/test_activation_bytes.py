@@ -28,13 +28,14 @@ def assert_formula_is_exact(
 
 
 def one_of_each_kind(dims: ModelDims) -> tuple[UnitSpec, ...]:
-    """A unit for each combination of kind, role, ratio, Engram and what stays alive after it."""
+    """A unit for each combination of kind, role, ratio, Engram and slots that live on."""
     kinds = {
-        (
-            unit.kind,
+        (unit.kind, unit.role)
+        if unit.layer is None or unit.kind == "moe"
+        else (
             unit.role,
-            unit.live_after,
-            None if unit.layer is None else dims.compress_ratios[unit.layer],
+            "slots" in unit.live_after,
+            dims.compress_ratios[unit.layer],
             unit.layer in dims.engram_layers,
         ): unit
         for unit in reversed(unit_specs(dims))
@@ -46,7 +47,8 @@ def one_of_each_kind(dims: ModelDims) -> tuple[UnitSpec, ...]:
 @pytest.mark.parametrize(("batch", "seq_len"), [(1, 64), (2, 37), (3, 5)])
 @pytest.mark.parametrize("name", ["tiny", "tiny-v4"])
 def test_the_formula_is_what_autograd_saves_in_every_unit(name, batch, seq_len, dtype):
-    dims = preset(name)
+    # Few Sinkhorn steps where the full number is tested anyway: on the meta device they take long.
+    dims = preset(name) if batch == 2 else replace(preset(name), sinkhorn_iters=3)
     assert_formula_is_exact(dims, unit_specs(dims), batch, seq_len, dtype)
 
 
@@ -66,7 +68,7 @@ OTHER_DIMS = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("name", "changes"), OTHER_DIMS)
 def test_the_formula_follows_every_size(name, changes, dtype):
-    dims = replace(preset(name), **changes)
+    dims = replace(preset(name), **{"sinkhorn_iters": 3, **changes})
     assert_formula_is_exact(dims, one_of_each_kind(dims), 2, 61, dtype)
 
 
@@ -83,8 +85,9 @@ def test_attention_in_blocks_keeps_its_inputs_only(monkeypatch, dtype):
     monkeypatch.setattr(sparse_attention, "_MAX_GATHERED", 1 << 14)
     for name in ("tiny", "tiny-v4"):
         # index_sources ends with a layer whose slot list nobody reads after it.
-        dims = replace(preset(name), index_sources=(2, 4, 6, 7) if name == "tiny" else ())
-        assert_formula_is_exact(dims, unit_specs(dims), 2, 61, dtype)
+        sources = (2, 4, 6, 7) if name == "tiny" else ()
+        dims = replace(preset(name), index_sources=sources, sinkhorn_iters=3)
+        assert_formula_is_exact(dims, one_of_each_kind(dims), 2, 61, dtype)
 
 
 def test_both_sides_begin_to_work_in_blocks_at_the_same_size():
