@@ -108,7 +108,7 @@ def test_a_constant_mix_saves_one_copy_of_the_streams_less(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["tiny", "tiny-v4"])
 def test_the_meta_device_saves_what_a_real_run_saves(name, dtype):
-    dims, batch, seq_len = preset(name), 2, 37
+    dims, batch, seq_len = replace(preset(name), sinkhorn_iters=3), 2, 37
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(dims.vocab_size, (batch, seq_len), generator=generator)
     tokens = MicroBatch(ids, ids.roll(-1, 1), torch.arange(seq_len).expand(batch, -1).contiguous())
