@@ -19,6 +19,7 @@ Legal?        check           one function a rule; check_lowered: rules for tran
               positions       where each op stands
               progress        runs an order without times: who waits for whom; slots needed
               counts          activations in flight, transfers, slots held
+              credits         channels whose slots are free in time by the order alone
               grid            the table below an error
 How long?     costs           what ops, hops and activations cost
               virtual_time    plays an order in time: when each entry runs, what held it up

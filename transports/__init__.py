@@ -46,6 +46,14 @@ def unavailable_reason(kind: str, options: Mapping[str, object] | None = None) -
     return reason
 
 
+def options_of(kind: str) -> frozenset[str]:
+    """The options that a kind takes; of `auto`, all that any kind takes that it may choose."""
+    if kind == "auto":
+        return frozenset().union(*(options_of(k) for k in KINDS if k != "auto"))
+    taken: frozenset[str] = getattr(_module(kind), "OPTIONS", frozenset())
+    return taken - {"uncredited"}
+
+
 def open_transport(
     kind: str,
     channels: Sequence[Channel],
@@ -54,6 +62,7 @@ def open_transport(
     device: torch.device,
     timeout_seconds: float,
     store: Store | None = None,
+    uncredited: frozenset[int] = frozenset(),
     **options: object,
 ) -> Transport:
     """Opens the ends that `rank` has of a pipeline's channels; collective over all its ranks.
@@ -62,8 +71,13 @@ def open_transport(
     rank are carried by local whatever the kind. `store` is this pipeline's own (pipelines side by
     side take a PrefixStore each). If no channel leaves its rank, it may be None, and neither the
     kind nor its `options` matter. No transfer takes longer than `timeout_seconds`, nor does opening
-    wait longer for a peer. Raises TransportError, with one text on all ranks, if they disagree on a
-    channel or if one of them cannot use the kind.
+    wait longer for a peer.
+
+    `uncredited` are the ids of channels on which the order proves that a slot is released before
+    the message that overwrites it is sent; kinds that have no credits anyway take no notice. Each
+    kind gets those of `options` that it takes, see `options_of`. Raises TransportError, with one
+    text on all ranks, if they disagree on a channel, if one of them cannot use the kind, or for an
+    option that none of the kinds takes that carry a channel.
     """
     if kind not in KINDS:
         raise TransportError(f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}")
@@ -75,10 +89,13 @@ def open_transport(
         # The n-th opening of this rank meets the n-th of the others, under names of its own.
         store = PrefixStore(f"opening {store.add(f'openings of rank {rank}', 1)}", store)
         kind_of = _agreed_kinds(
-            kind, channels, rank, ranks, device, timeout_seconds, store, options
+            kind, channels, rank, ranks, device, timeout_seconds, store, options, uncredited
         )
+    used_kinds = sorted(set(kind_of.values()))
+    if kind == "local" or len(ranks) > 1:
+        _refuse_what_none_takes(kind, used_kinds, options)
     carriers: list[tuple[Transport, Sequence[Channel]]] = []
-    for used in sorted(set(kind_of.values())):
+    for used in used_kinds:
         carried = [c for c in channels if kind_of[c.id] == used]
         transport: Transport = _module(used).open(
             carried,
@@ -86,7 +103,7 @@ def open_transport(
             device=device,
             timeout_seconds=timeout_seconds,
             store=None if store is None else PrefixStore(used, store),
-            options={} if used == "local" and kind != "local" else options,
+            options=_options_for(used, {**options, "uncredited": uncredited}),
         )
         carriers.append((transport, carried))
     if len(carriers) == 1:
@@ -103,12 +120,15 @@ def _agreed_kinds(
     timeout_seconds: float,
     store: Store,
     options: Mapping[str, object],
+    uncredited: frozenset[int],
 ) -> dict[int, str]:
     """Each channel's kind by its id, once all ranks agree on the channels and can use the kind."""
     reason = unavailable_reason(kind, options)
     facts = [
         agree.Fact("the transport", kind if reason is None else f"{kind} (unusable: {reason})"),
         *agree.channel_facts(channels, rank),
+        # An end that waits for credits which the other never gives would wait for ever.
+        agree.Fact("the channels without credits", str(sorted(uncredited))),
     ]
     agree.agree(
         PrefixStore("agreement", store),
@@ -141,6 +161,25 @@ def _agreed_kinds(
         )
         for channel in channels
     }
+
+
+def _options_for(used: str, options: Mapping[str, object]) -> dict[str, object]:
+    taken: frozenset[str] = getattr(_module(used), "OPTIONS", frozenset())
+    return {name: value for name, value in options.items() if name in taken}
+
+
+def _refuse_what_none_takes(
+    kind: str, used_kinds: Sequence[str], options: Mapping[str, object]
+) -> None:
+    taken = frozenset[str]().union(*map(options_of, used_kinds))
+    unknown = sorted(options.keys() - taken)
+    if not unknown:
+        return
+    carrying = [used for used in used_kinds if used != "local"] or ["local"]
+    who = carrying[0] if kind != "auto" else f"auto took {' and '.join(carrying)}, which"
+    what = f"the options {', '.join(sorted(taken))}" if taken else "no options"
+    takes = "takes" if kind != "auto" or len(carrying) == 1 else "take"
+    raise TransportError(f"{who} {takes} {what}, got {unknown}; remove them")
 
 
 def _module(kind: str) -> ModuleType:

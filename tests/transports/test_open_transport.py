@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
 from transport_cases import payload, process_opener
 
-from ppruntime.transports import KINDS, open_transport, unavailable_reason
+from ppruntime import transports
+from ppruntime.transports import KINDS, open_transport, options_of, unavailable_reason
 from ppruntime.transports.agree import Fact, agree, find_differences
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
 from ppruntime.transports.per_channel import choose_kind
@@ -129,6 +130,71 @@ def test_a_wrong_request_is_refused_with_the_remedy():
             _open(kind, channels, **options)
 
 
+class _Recorder:
+    """Stands for a module of a kind; keeps the options that it is opened with."""
+
+    def __init__(self, *taken):
+        if taken:
+            self.OPTIONS = frozenset(taken)
+        self.options = None
+
+    def open(self, channels, rank, *, options, **_):
+        self.options = options
+        return self
+
+    def unavailable_reason(self, *_):
+        return None
+
+
+def _recorded(monkeypatch, kind, **options):
+    """Opens channels inside a rank and between hosts and ranks, in one process; what each kind
+    used got."""
+    modules = {
+        "local": _Recorder(),
+        "nccl": _Recorder("transport_ctas", "recv_lead"),
+        "copy_engine": _Recorder("uncredited"),
+        "put": _Recorder("uncredited", "nccl_library"),
+    }
+    chosen = {0: "local", 1: "copy_engine", 2: "put"}
+    if kind != "auto":
+        chosen = {number: used if used == "local" else kind for number, used in chosen.items()}
+    monkeypatch.setattr(transports, "_module", modules.__getitem__)
+    monkeypatch.setattr(transports, "_agreed_kinds", lambda *_: chosen)
+    channels = [_channel(0, 0, 0), _channel(1, 0, 1), _channel(2, 1, 2)]
+    open_transport(kind, channels, 0, device=CPU, timeout_seconds=2, store=HashStore(), **options)
+    return {used: m.options for used, m in modules.items() if m.options is not None}
+
+
+def test_each_kind_gets_the_options_that_it_takes(monkeypatch):
+    uncredited = frozenset({1})
+    assert _recorded(monkeypatch, "auto", nccl_library="x", uncredited=uncredited) == {
+        "local": {},
+        "copy_engine": {"uncredited": uncredited},
+        "put": {"uncredited": uncredited, "nccl_library": "x"},
+    }
+    assert _recorded(monkeypatch, "nccl", recv_lead=2, uncredited=uncredited) == {
+        "local": {},
+        "nccl": {"recv_lead": 2},
+    }
+
+
+def test_an_option_that_no_kind_in_use_takes_is_refused(monkeypatch):
+    with pytest.raises(TransportError, match=r"^put takes the options nccl_library, got \['recv_"):
+        _recorded(monkeypatch, "put", recv_lead=2, nccl_library="x")
+    with pytest.raises(
+        TransportError, match=r"auto took copy_engine and put, which take the .*got \['recv_lead'"
+    ):
+        _recorded(monkeypatch, "auto", recv_lead=2)
+
+
+def test_the_options_of_every_kind_are_known_without_a_gpu():
+    assert options_of("gloo") == options_of("local") == frozenset()
+    assert options_of("nccl") == {"transport_ctas", "recv_lead", "selftest"}
+    assert options_of("copy_engine") == {"selftest"}
+    assert options_of("put") == {"nccl_library", "selftest"}
+    assert options_of("auto") == options_of("nccl") | options_of("put")
+
+
 def _refused_by_all(rank):
     with pytest.raises(TransportError, match="leaves the process, which local cannot"):
         process_opener(rank, "local")([_channel(0, 0, 1)])
@@ -137,6 +203,9 @@ def _refused_by_all(rank):
     kind = "gloo" if rank == 0 else "auto"
     with pytest.raises(TransportError, match="the transport is gloo on rank 0 but auto on rank 1"):
         process_opener(rank, kind)([_channel(0, 0, 1)], pipeline="other")
+    uncredited = frozenset({0} if rank == 0 else ())
+    with pytest.raises(TransportError, match=r"without credits is \[0\] on rank 0 but \[\] on"):
+        process_opener(rank, "gloo")([_channel(0, 0, 1)], pipeline="third", uncredited=uncredited)
 
 
 def test_what_a_kind_cannot_do_is_refused_on_every_rank(run_ranks):
