@@ -1,0 +1,39 @@
+"""Faster versions of the models' operations, each beside its readable reference.
+
+sparse_attention    attention to listed keys, forward and backward, in Triton
+                    (reference: models/sparse_attention.py)
+
+Every operation is a registered `torch.library` op named `ppruntime::...`, so that activation
+checkpointing can save it by name and a compiled graph holds it as one node. Nothing here is
+imported unless it is chosen; ask `unavailable_reason` first. Kernels run on CPU tensors too when
+TRITON_INTERPRET=1 was set before they were imported: slowly, for tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+KINDS = ("triton",)
+"""What a kernel may be built on, besides plain PyTorch."""
+
+
+def unavailable_reason(kind: str) -> str | None:
+    """One sentence that says why kernels of `kind` cannot run here, or None if they can.
+
+    Raises ValueError for a kind that is none of KINDS.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"no kernels of kind {kind!r}; there are: {', '.join(KINDS)}")
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; pip install 'triton>=3.6,<4'"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if not torch.cuda.is_available():
+        return "there is no CUDA device; TRITON_INTERPRET=1 runs the kernels slowly on the CPU"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 9:
+        return f"the kernels need compute capability 9.0 or higher, this device has {major}.{minor}"
+    return None
