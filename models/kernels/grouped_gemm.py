@@ -1,0 +1,279 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# (kernels are typed by Triton, at launch)
+"""Grouped GEMMs in block-scaled FP8: one weight per expert, rows grouped by expert.
+
+    grouped_gemm        y[r] = W_e x[r],         e the expert of pool row r: forward, data gradient
+    grouped_weight_grad dW_e += sum of a[r] b[r]^T over the rows r of e, into fp32
+
+Every 128 values along K are summed by the tensor cores and then scaled and added in fp32: Hopper's
+FP8 accumulator keeps about 13 bits, which over a whole K of 5120 would cost 4e-3.
+
+Shape letters: P pool rows, B = P/128, E experts, O and I output and input width, A and C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ppruntime.models.kernels.moe_layout import Layout
+from ppruntime.models.kernels.quantize import (
+    GROUP,
+    Quantized,
+    dequantize_blocks,
+    dequantize_columns,
+    dequantize_rows,
+)
+from ppruntime.models.kernels.rounding import to_bf16
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a GEMM kernel is cut: a block of the output per program, and how it is run."""
+
+    rows: int = 64
+    columns: int = 128
+    num_warps: int = 4
+    num_stages: int = 3
+    group: int = 16
+    """Row blocks that share their columns' operand in the second-level cache."""
+
+
+FORWARD_TILE = Tile()
+"""Measured best on H200 (Triton 3.6): 1,001 and 932 TFLOP/s at the two shapes of V4.1-Flash."""
+WEIGHT_GRAD_TILE = Tile(rows=128, num_warps=8, group=8)
+
+
+class WeightGradOperands(NamedTuple):
+    """One micro-batch's operands of one weight gradient: left^T right per expert."""
+
+    left: Quantized
+    """Gradient of the output: columns or tiles, data [B, A, 128]."""
+    right: Quantized
+    """Input: columns or tiles, data [B, C, 128]."""
+    layout: Layout
+
+
+def grouped_gemm_reference(x: Quantized, weights: Quantized, layout: Layout) -> Tensor:
+    """[P, O] fp32 from the same FP8 values, exact but for fp32 rounding; 0 in unneeded blocks.
+    x in row groups with scale [G, P]."""
+    x_PI = dequantize_rows(Quantized(x.data, x.scale.t()))
+    y_PO = x_PI.new_zeros(x_PI.shape[0], weights.data.shape[1])
+    for block, expert in enumerate(layout.expert_B.tolist()):
+        if expert >= 0:
+            rows = slice(block * GROUP, (block + 1) * GROUP)
+            one = Quantized(weights.data[expert : expert + 1], weights.scale[expert : expert + 1])
+            y_PO[rows] = x_PI[rows] @ dequantize_blocks(one)[0].t()
+    return y_PO
+
+
+def grouped_weight_grad_reference(
+    accumulator_EAC: Tensor, micro_batches: Sequence[WeightGradOperands]
+) -> None:
+    """Adds the micro-batches' weight gradients in order, each summed by itself first."""
+    for left, right, layout in micro_batches:
+        left_PA, right_PC = dequantize_columns(left), dequantize_columns(right)
+        starts = layout.start_E1.tolist()
+        for expert, (start, stop) in enumerate(pairwise(starts)):
+            if start < stop:
+                accumulator_EAC[expert] += left_PA[start:stop].t() @ right_PC[start:stop]
+
+
+@triton.jit
+def _tile_place(
+    tile, num_rows, NUM_COLUMNS: tl.constexpr, GROUP_ROWS: tl.constexpr
+):  # fmt: skip
+    """Row block and column block of a tile: `GROUP_ROWS` row blocks go through all columns before
+    the next ones, so that in-flight tiles share operands."""
+    group = tile // (GROUP_ROWS * NUM_COLUMNS)
+    first = group * GROUP_ROWS
+    size = tl.minimum(num_rows - first, GROUP_ROWS)
+    within = tile % (GROUP_ROWS * NUM_COLUMNS)
+    return first + within % size, within // size
+
+
+@triton.jit
+def _grouped_gemm(
+    x_desc, w_desc, y_desc, x_scale_ptr, w_scale_ptr, expert_ptr, start_ptr, count_ptr, P,
+    OUTS: tl.constexpr, INS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP_ROWS: tl.constexpr,
+):  # fmt: skip
+    NUM_COLUMNS: tl.constexpr = OUTS // COLUMNS
+    num_rows = P // ROWS
+    for tile in range(tl.program_id(0), num_rows * NUM_COLUMNS, tl.num_programs(0)):
+        row_block, column_block = _tile_place(tile, num_rows, NUM_COLUMNS, GROUP_ROWS)
+        row = row_block * ROWS
+        column = column_block * COLUMNS
+        expert = tl.load(expert_ptr + row // 128)
+        is_needed = expert >= 0
+        if is_needed:
+            # A half block may be all padding.
+            end = tl.load(start_ptr + expert) + tl.load(count_ptr + expert)
+            is_needed = row < end
+        if is_needed:
+            rows = row + tl.arange(0, ROWS)
+            w_row = expert * OUTS + column
+            w_scales = w_scale_ptr + (expert * (OUTS // 128) + column // 128) * (INS // 128)
+            total = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for group in range(INS // 128):
+                x = x_desc.load([row, group * 128])
+                w = w_desc.load([w_row, group * 128])
+                scale = tl.load(x_scale_ptr + group * P + rows) * tl.load(w_scales + group)
+                total += tl.dot(x, w.T) * scale[:, None]
+            y_desc.store([row, column], to_bf16(total))
+
+
+def grouped_gemm(
+    x: Quantized,
+    weights: Quantized,
+    layout: Layout,
+    *,
+    tile: Tile = FORWARD_TILE,
+    gemm_sms: int | None = None,
+) -> Tensor:
+    """[P, O] bf16. x in row groups with scale [G, P]; weights [E, O, I] in blocks.
+
+    Rows of padding hold garbage where the kernel could skip them. `gemm_sms` limits the
+    multiprocessors used, for kernels that run beside it; the bits do not depend on it.
+    """
+    num_rows, ins = x.data.shape
+    num, outs, _ = weights.data.shape
+    y_PO = x.data.new_empty(num_rows, outs, dtype=torch.bfloat16)
+    num_tiles = (num_rows // tile.rows) * (outs // tile.columns)
+    if num_tiles:
+        _grouped_gemm[(_num_programs(num_tiles, tile, gemm_sms),)](
+            TensorDescriptor.from_tensor(x.data, [tile.rows, GROUP]),
+            TensorDescriptor.from_tensor(weights.data.view(num * outs, ins), [tile.columns, GROUP]),
+            TensorDescriptor.from_tensor(y_PO, [tile.rows, tile.columns]),
+            x.scale, weights.scale, layout.expert_B, layout.start_E1, layout.count_E, num_rows,
+            outs, ins, tile.rows, tile.columns, tile.group,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return y_PO
+
+
+def _num_programs(num_tiles: int, tile: Tile, gemm_sms: int | None) -> int:
+    """One program per tile, or as many as run at once on `gemm_sms` multiprocessors."""
+    if gemm_sms is None:
+        return num_tiles
+    per_sm = max(1, 8 // tile.num_warps)  # what the registers allow
+    return min(num_tiles, gemm_sms * per_sm)
+
+
+@triton.jit
+def _partial(
+    left_desc, right_desc, left_scale_ptr, right_scale_ptr, start_ptr, expert, row, column,
+    A: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LEFT_TILES: tl.constexpr, RIGHT_TILES: tl.constexpr,
+):  # fmt: skip
+    """One micro-batch's part of one output tile, summed from zero."""
+    first_block = tl.load(start_ptr + expert) // 128
+    stop_block = tl.load(start_ptr + expert + 1) // 128
+    rows = row + tl.arange(0, ROWS)
+    columns = column + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for block in range(first_block, stop_block):
+        left = left_desc.load([block * A + row, 0])
+        right = right_desc.load([block * C + column, 0])
+        product = tl.dot(left, right.T)
+        if LEFT_TILES:
+            left_scale = tl.load(left_scale_ptr + block * (A // 128) + row // 128)
+        else:
+            left_scale = tl.load(left_scale_ptr + block * A + rows)[:, None]
+        if RIGHT_TILES:
+            right_scale = tl.load(right_scale_ptr + block * (C // 128) + column // 128)
+        else:
+            right_scale = tl.load(right_scale_ptr + block * C + columns)[None, :]
+        total += product * (left_scale * right_scale)
+    return total
+
+
+@triton.jit
+def _grouped_weight_grad(
+    acc_ptr, E,
+    left0, right0, left_scale0, right_scale0, start0,
+    left1, right1, left_scale1, right_scale1, start1,
+    left2, right2, left_scale2, right_scale2, start2,
+    left3, right3, left_scale3, right_scale3, start3,
+    A: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, LEFT_TILES: tl.constexpr, RIGHT_TILES: tl.constexpr,
+    NUM: tl.constexpr,
+):  # fmt: skip
+    NUM_ROWS: tl.constexpr = A // ROWS
+    NUM_COLUMNS: tl.constexpr = C // COLUMNS
+    TILES: tl.constexpr = NUM_ROWS * NUM_COLUMNS
+    for tile in range(tl.program_id(0), E * TILES, tl.num_programs(0)):
+        expert = tile // TILES
+        row_block, column_block = _tile_place(tile % TILES, NUM_ROWS, NUM_COLUMNS, GROUP_ROWS)
+        row, column = row_block * ROWS, column_block * COLUMNS
+        rows = expert.to(tl.int64) * A + row + tl.arange(0, ROWS)
+        place = acc_ptr + rows[:, None] * C + column + tl.arange(0, COLUMNS)[None, :]
+        # Each micro-batch is summed from zero and added by itself: the same bits as one launch
+        # each. What the second reads back is still in the cache.
+        for i in tl.static_range(NUM):
+            if i == 0:
+                left, right, left_scale, right_scale, start = (
+                    left0, right0, left_scale0, right_scale0, start0)  # fmt: skip
+            elif i == 1:
+                left, right, left_scale, right_scale, start = (
+                    left1, right1, left_scale1, right_scale1, start1)  # fmt: skip
+            elif i == 2:
+                left, right, left_scale, right_scale, start = (
+                    left2, right2, left_scale2, right_scale2, start2)  # fmt: skip
+            else:
+                left, right, left_scale, right_scale, start = (
+                    left3, right3, left_scale3, right_scale3, start3)  # fmt: skip
+            if tl.load(start + expert) < tl.load(start + expert + 1):
+                total = _partial(
+                    left, right, left_scale, right_scale, start, expert, row, column,
+                    A, C, ROWS, COLUMNS, LEFT_TILES, RIGHT_TILES,
+                )  # fmt: skip
+                tl.store(place, tl.load(place) + total)
+
+
+MOST_MICRO_BATCHES = 4
+"""Micro-batches that one launch adds at most."""
+
+
+def grouped_weight_grad(
+    accumulator_EAC: Tensor,
+    micro_batches: Sequence[WeightGradOperands],
+    *,
+    tile: Tile = WEIGHT_GRAD_TILE,
+    gemm_sms: int | None = None,
+) -> None:
+    """Adds the micro-batches' weight gradients to the fp32 accumulator [E, A, C], in order.
+
+    One launch for up to `MOST_MICRO_BATCHES` reads and writes the accumulator's memory once. The
+    bits are those of one launch per micro-batch, and do not depend on `gemm_sms`.
+    """
+    num, left_width, right_width = accumulator_EAC.shape
+    assert 1 <= len(micro_batches) <= MOST_MICRO_BATCHES, len(micro_batches)
+    assert accumulator_EAC.dtype is torch.float32, accumulator_EAC.dtype
+    assert accumulator_EAC.is_contiguous(), accumulator_EAC.stride()
+    operands: list[object] = []
+    for left, right, layout in micro_batches:
+        operands += [
+            TensorDescriptor.from_tensor(left.data.view(-1, GROUP), [tile.rows, GROUP]),
+            TensorDescriptor.from_tensor(right.data.view(-1, GROUP), [tile.columns, GROUP]),
+            left.scale, right.scale, layout.start_E1,
+        ]  # fmt: skip
+    operands += [None] * (5 * (MOST_MICRO_BATCHES - len(micro_batches)))
+    left, right, layout = micro_batches[0]
+    if not layout.num_rows:
+        return
+    num_tiles = num * (left_width // tile.rows) * (right_width // tile.columns)
+    _grouped_weight_grad[(_num_programs(num_tiles, tile, gemm_sms),)](
+        accumulator_EAC, num, *operands,
+        left_width, right_width, tile.rows, tile.columns, tile.group,
+        left.scale.shape[1] != left_width, right.scale.shape[1] != right_width, len(micro_batches),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
