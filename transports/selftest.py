@@ -161,6 +161,8 @@ def _serve(
     end.record(stream)
     transport.step_end()
     end.synchronize()
+    # Without credits nothing else keeps the first step's messages off the slot just read.
+    _await(store, _key(channel, "is right again"), transport, channel, timeout_seconds)
     return ChannelTime(str(channel), channel.boundary.num_bytes, start.elapsed_time(end) * 1e-3)
 
 
@@ -185,6 +187,7 @@ def _check(
     store.set(_key(channel, "is right"), "")
     transport.post(channel, 1)
     _compare(transport, channel, 1, transport.take(channel, 1), device)
+    store.set(_key(channel, "is right again"), "")
     transport.step_end()
     if num_held:
         raise TransportError(

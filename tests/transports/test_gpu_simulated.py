@@ -280,8 +280,9 @@ def test_any_recv_lead_carries_the_same_messages(recv_lead):
     assert _run("nccl", channels, run, recv_lead=recv_lead) == [None, None]
 
 
+@pytest.mark.parametrize("selftest", [True, False])
 @pytest.mark.parametrize("kind", ["copy_engine", "put"])
-def test_channels_without_credits_work_where_the_order_proves_their_slots_free(kind):
+def test_channels_without_credits_work_where_the_order_proves_their_slots_free(kind, selftest):
     forward = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
     backward = Channel(1, "backward", 1, 0, 1, 0, SMALL, slots=1)
 
@@ -304,4 +305,5 @@ def test_channels_without_credits_work_where_the_order_proves_their_slots_free(k
         transport.close()
 
     uncredited = frozenset({0, 1})
-    assert _run(kind, [forward, backward], run, uncredited=uncredited, selftest=False) == [None] * 2
+    options = {"uncredited": uncredited, "selftest": selftest}
+    assert _run(kind, [forward, backward], run, **options) == [None] * 2

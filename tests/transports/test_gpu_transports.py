@@ -5,6 +5,7 @@ The put tests take the NCCL library from the environment variable PPRUNTIME_NCCL
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -326,8 +327,10 @@ def test_another_shape_on_one_end_is_refused_by_both_at_open(run_ranks, kind):
 
 
 def _aborted(rank, kind):
-    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, 2)
-    transport = _open(rank, kind, [channel])
+    # Idle channels beside it: NCCL must not wait for the GPU while it gives those up.
+    channels = [Channel(i, "forward", i % 2, 1 - i % 2, i, i + 1, SMALL, 2) for i in range(4)]
+    channel = channels[0]
+    transport = _open(rank, kind, channels)
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     if rank == 1:
         transport.post(channel, 0)
@@ -359,6 +362,34 @@ def test_an_abort_with_a_wait_pending_ends_in_time_on_both_ranks(rank_outcomes, 
     for outcome in outcomes:
         assert outcome.error_text is None, outcome.error_text
         assert outcome.value < SOON_SECONDS
+
+
+def _closed_alone(rank, kind):
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, 2)
+    transport = _open(rank, kind, [channel])
+    device = torch.device("cuda", rank)
+    if rank == 0:
+        transport.send(
+            channel, 0, [torch.ones(s.shape, dtype=s.dtype, device=device) for s in SMALL.tensors]
+        )
+        transport.step_end()
+        os.kill(os.getpid(), signal.SIGKILL)
+    transport.post(channel, 0)
+    transport.take(channel, 0)
+    transport.release(channel, 0)
+    torch.cuda.synchronize(device)
+    start = time.monotonic()
+    with contextlib.suppress(TransportError):  # the loss may be noticed before the close
+        transport.close()
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_close_does_not_wait_for_a_peer_that_has_gone(rank_outcomes, kind):
+    dead, left = rank_outcomes(2, _closed_alone, kind, timeout_seconds=60)
+    assert dead.exit_code == -signal.SIGKILL
+    assert left.error_text is None, left.error_text
+    assert left.value < SOON_SECONDS
 
 
 def _one_queue(rank):
