@@ -39,22 +39,28 @@ class RigResult:
     """The timeline fed with the steps' own median op times and the injected latency."""
     nominal_ms: float
     """The timeline fed with the times that the stages were told to sleep."""
+    hop_ms: float | None
+    """How long a message really was under way: above the injected latency, gloo's own and waking
+    up, which the timeline does not know. None where no op waited for one."""
 
     @classmethod
     def of(
         cls, case: Case, schedule: Schedule, costs: Costs, steps: Sequence[Sequence[RigStep]]
     ) -> RigResult:
         """From steps with one entry per rank each; `costs`, in seconds, are the nominal ones."""
-        from ppruntime.sleep_rig import median_costs, step_seconds
+        from ppruntime.sleep_rig import median_costs, median_hop_seconds, step_seconds
 
         times = (t for ranks in steps for step in ranks for t in step.times)
         hops = Hops.both(case.latency_ms / 1e3)
         measured = median_costs(schedule.num_stages, times)
+        hops_of_steps = [median_hop_seconds(schedule, ranks) for ranks in steps]
+        waited = [hop for hop in hops_of_steps if hop is not None]
         return cls(
             case,
             tuple(step_seconds(ranks) * 1e3 for ranks in steps),
             simulate(schedule, measured, hops).makespan * 1e3,
             simulate(schedule, costs, hops).makespan * 1e3,
+            median(waited) * 1e3 if waited else None,
         )
 
     @property
@@ -72,9 +78,10 @@ class RigResult:
 
     def __str__(self) -> str:
         costs = "unequal" if self.case.unequal else "equal"
+        hop = "" if self.hop_ms is None else f" (hop {self.hop_ms:5.2f})"
         half_spread = (max(self.steps_ms) - min(self.steps_ms)) / 2
         return (
-            f"rig   {self.case.order:16} {costs:7} {self.case.latency_ms:4g} ms"
+            f"rig   {self.case.order:16} {costs:7} {self.case.latency_ms:4g} ms{hop}"
             f" step {median(self.steps_ms):7.1f} +-{half_spread:5.1f} ms"
             f"  timeline {self.predicted_ms:7.1f} ({self.error:+7.2%})"
             f"  nominal {self.nominal_ms:7.1f} ({self.nominal_error:+7.2%})"

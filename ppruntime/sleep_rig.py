@@ -196,3 +196,35 @@ def median_costs(num_stages: int, times: Iterable[OpTimes[int]]) -> Costs:
         )
 
     return Costs(per_stage(Kind.F, 0.0), per_stage(Kind.I, 0.5), per_stage(Kind.W, 0.5))
+
+
+def median_hop_seconds(schedule: Schedule, steps: Sequence[RigStep]) -> float | None:
+    """How long a message was under way, as the median over those that were waited for; from one
+    `RigStep` per rank. None where none was.
+
+    From the start of its send to the moment at which the receiver had it: the injected latency, or
+    what the transport and waking up really take.
+    """
+    sent = {t.op: t.start for step in steps for t in step.times}
+    ranks = schedule.stage_to_rank
+    hops = []
+    for t in (t for step in steps for t in step.times):
+        op = parse_op(t.op)
+        send = _send_for(op)
+        moment = None if send is None else sent.get(str(send))  # the ends' stages read no message
+        if send is None or moment is None or ranks[send.stage] == ranks[op.stage]:
+            continue
+        if t.start < moment:  # else it may have come before it was asked for
+            hops.append(t.ready - moment)
+    return median(hops) / 1e9 if hops else None
+
+
+def _send_for(op: Op) -> Op | None:
+    """The send whose message `op` reads, wherever there is such a stage."""
+    match op.kind:
+        case Kind.F:
+            return Op(op.stage - 1, Kind.SEND_F, op.micro_batch)
+        case Kind.B | Kind.I:
+            return Op(op.stage + 1, Kind.SEND_B, op.micro_batch)
+        case _:
+            return None

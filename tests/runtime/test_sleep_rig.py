@@ -23,7 +23,13 @@ from ppruntime.schedules import make
 from ppruntime.schedules.costs import Costs
 from ppruntime.schedules.counts import slots_held
 from ppruntime.schedules.ops import Kind, ScheduleError
-from ppruntime.sleep_rig import DelayedTransport, RigStep, SleepRig, median_costs
+from ppruntime.sleep_rig import (
+    DelayedTransport,
+    RigStep,
+    SleepRig,
+    median_costs,
+    median_hop_seconds,
+)
 from ppruntime.transports.base import Boundary, TensorSpec
 from ppruntime.transports.local import open_ranks
 
@@ -196,6 +202,32 @@ def test_median_costs_leave_waits_out_and_halve_a_whole_backward():
     assert costs.weight_grad == pytest.approx((20e-6, 3e-6))
 
 
+def test_a_hop_counts_from_its_send_where_the_receiver_waited_for_all_of_it():
+    schedule = make("1f1b", 2, 2)
+    ranks = (
+        (
+            ("0F0", 0, 0, 10),
+            ("0SEND_F0", 10, 10, 12),
+            ("0F1", 12, 12, 20),
+            ("0SEND_F1", 20, 20, 21),
+            ("0B0", 21, 67, 80),
+            ("0B1", 80, 95, 99),
+        ),
+        (
+            ("1F0", 2, 15, 40),  # waited from before the send on: 5
+            ("1B0", 40, 40, 60),
+            ("1SEND_B0", 60, 60, 61),  # 0B0 had it 7 later
+            ("1F1", 61, 61, 62),  # there long before
+            ("1B1", 62, 62, 70),
+            ("1SEND_B1", 70, 70, 71),  # asked for at 80: how long it took is not known
+        ),
+    )
+    steps = [RigStep(0, 1, tuple(OpTimes(*entry) for entry in rank)) for rank in ranks]
+    assert median_hop_seconds(schedule, steps) == pytest.approx(6e-9)
+    within_a_rank = make("zb_v", 1, 1)
+    assert median_hop_seconds(within_a_rank, [RigStep(0, 1, steps[0].times[:2])]) is None
+
+
 def test_a_steps_errors_compare_its_median_with_both_timelines():
     schedule = make("1f1b", 1, 1)
     times = (OpTimes("0F0", 0, 0, 10**9), OpTimes("0B0", 10**9, 10**9, 3 * 10**9))
@@ -204,6 +236,7 @@ def test_a_steps_errors_compare_its_median_with_both_timelines():
     result = RigResult.of(Case("1f1b", 0.0, unequal=False), schedule, costs, steps)
     assert result.predicted_ms == pytest.approx(3000)
     assert result.error == pytest.approx(0.1)
+    assert result.hop_ms is None
     assert result.nominal_error == pytest.approx(3.3 / 2.5 - 1)
 
 
