@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import shlex
 import sys
 from collections.abc import Sequence
@@ -33,6 +35,11 @@ app.command(
     "ppruntime.launch.bench_cli:app",
     name="bench",
     help="Measure: orders, transports, layers, experts.",
+)
+app.command(
+    "ppruntime.launch.project_cli:project",
+    name="project",
+    help="Say how long a training takes and what that rests on.",
 )
 
 Argument: TypeAlias = Annotated[
@@ -193,7 +200,8 @@ def version() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand and gives its exit code: 0 done, 2 wrong arguments or config, 16 data.
 
-    What a user did wrong is printed once, without a traceback.
+    What a user did wrong is printed once, without a traceback. Who stops reading the output, as
+    `head` does, ends the command quietly, with the code that a shell gives for SIGPIPE.
     """
     try:
         code = app(
@@ -201,6 +209,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result_action="return_value",
             exit_on_error=False,
         )
+        sys.stdout.flush()  # here, since Python's own flush at the end would print a traceback
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise  # another pipe than our output's: a rank's connection, say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except CycloptsError:  # which has printed itself
         return 2
     except ValueError as error:
@@ -212,12 +226,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
+def _reader_has_left() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
 def _exit_code(error: ValueError) -> int | None:
     """The exit code for what a user did wrong; None for what we did wrong."""
     from ppruntime.config_errors import ConfigError
+    from ppruntime.projector import ProjectionError
     from ppruntime.schedules.ops import ScheduleError
 
-    if isinstance(error, ConfigError | ScheduleError):
+    if isinstance(error, ConfigError | ProjectionError | ScheduleError):
         return 2
     from ppruntime.token_file import DataError  # loads numpy, which config errors need not wait for
 

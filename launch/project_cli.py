@@ -1,0 +1,388 @@
+"""`ppruntime project`: from an MFU, a step time or the parts of a pipeline to days.
+
+No torch, no GPU. Mistakes of the user are ProjectionErrors, ConfigErrors and ScheduleErrors,
+which the caller prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+from cyclopts import Parameter
+
+from ppruntime.launch.project_numbers import (
+    cost_numbers,
+    flag,
+    goodput_numbers,
+    job_numbers,
+    job_of,
+    pace_numbers,
+    pipeline_numbers,
+)
+from ppruntime.projector import Job, Number, Origin, Pace, ProjectionError, positive
+
+if TYPE_CHECKING:
+    from ppruntime.calibration import Calibration, PerStep
+    from ppruntime.config import Config
+    from ppruntime.pipeline_projection import HopCost, StageCost
+    from ppruntime.plan import StagePlan
+    from ppruntime.schedules.ops import Schedule
+
+PLAN_OF_RECORD = Path(__file__).parent / "configs" / "v41-flash-pp16.toml"
+"""The run whose batch, order and model count where no file is given."""
+
+_SHORT = Parameter(show_default=lambda value: f"{value:g}")
+
+Text: TypeAlias = Annotated[
+    str,
+    Parameter(
+        help="The run: TOML files, later ones on top, and section.key=value texts; without a file "
+        "the shipped v41-flash-pp16.toml. Its parallel.dp follows from --gpus."
+    ),
+]
+
+
+def project(
+    *arguments: Text,
+    mfu: float | None = None,
+    step_s: float | None = None,
+    tokens_per_s: float | None = None,
+    days: float | None = None,
+    calibration: Path | None = None,
+    costs: str | None = None,
+    efficiency: float | None = None,
+    gpus: int | None = None,
+    tokens: Annotated[float, _SHORT] = 20e12,
+    peak_flops: Annotated[float, _SHORT] = 989e12,
+    global_batch_tokens: float | None = None,
+    active_parameters: float | None = None,
+    frozen_parameters: Annotated[float, _SHORT] = 0.0,
+    adapter_parameters: Annotated[float, _SHORT] = 0.0,
+    transfer_s: str | None = None,
+    link: str | None = None,
+    per_step_s: str | None = None,
+    jitter: float | None = None,
+    seed: int | None = None,
+    failures_per_gpu_hour: float | None = None,
+    checkpoint_s: float | None = None,
+    restart_s: float | None = None,
+    checkpoint_interval_s: float | None = None,
+    price_per_gpu_hour: float | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Says how long a training takes and what that rests on.
+
+    It starts from one of --mfu, --step-s, --tokens-per-s, --days; or from the parts of a pipeline:
+    --calibration, --costs or --efficiency (which also fills in what a calibration lacks).
+
+    Parameters
+    ----------
+    mfu
+        Model FLOPs utilisation in percent, by the 6ND rule.
+    step_s
+        Seconds per optimizer step.
+    tokens_per_s
+        Over all GPUs.
+    days
+        For all tokens.
+    calibration
+        JSON file with times of stages or units, transfers and per-step pieces.
+    costs
+        F,I,W: seconds of forward, input and weight gradient per rank and micro-batch; or one
+        triple per stage, separated by ';'.
+    efficiency
+        Percent of the peak at which the executed FLOPs run, attention and recomputation included.
+    gpus
+        GPUs in all; by default what the run has.
+    tokens
+        Tokens to train on.
+    peak_flops
+        FLOP/s of one GPU that MFU is a share of; 989e12 is an H200's in dense bf16.
+    global_batch_tokens
+        Tokens per optimizer step, instead of the run's.
+    active_parameters
+        Matmul parameters that a token meets, instead of the model's.
+    frozen_parameters
+        How many of these get no gradient: 4 FLOPs a token instead of 6.
+    adapter_parameters
+        Trained ones on top (LoRA): 6 FLOPs a token.
+    transfer_s
+        Seconds of one hop between ranks, one way; or one number per stage hop, separated by ','.
+    link
+        Link of the calibration that the hops go over.
+    per_step_s
+        Seconds per step beside the pipeline, or NAME=SECONDS separated by ','.
+    jitter
+        Relative standard deviation of op times.
+    seed
+        Of the jitter.
+    failures_per_gpu_hour
+        With --checkpoint-s and --restart-s: days with failures as well.
+    checkpoint_s
+        For so long training stands still at a save.
+    restart_s
+        From a failure until training goes on.
+    checkpoint_interval_s
+        Training between saves; by default the best there is.
+    price_per_gpu_hour
+        In any currency: gives the cost.
+    json
+        Print one JSON object.
+    """
+    from ppruntime.config import load
+    from ppruntime.launch.project_report import json_text, text
+
+    starts = {
+        "mfu": mfu,
+        "step_s": step_s,
+        "tokens_per_s": tokens_per_s,
+        "days": days,
+        "calibration": calibration,
+        "costs": costs,
+        "efficiency": efficiency,
+    }
+    start = _the_start(starts)
+    files = [argument for argument in arguments if "=" not in argument] or [str(PLAN_OF_RECORD)]
+    overrides = [argument for argument in arguments if "=" in argument]
+    config = load(files, overrides)
+    is_pipeline = start in ("calibration", "costs", "efficiency")
+    if gpus is not None:
+        if any(override.partition("=")[0].strip() == "parallel.dp" for override in overrides):
+            raise ProjectionError(
+                "--gpus and parallel.dp say the same thing twice; leave one of them out"
+            )
+        whole = is_pipeline or global_batch_tokens is None
+        dp = _replicas(config, gpus, whole=whole)
+        if dp:
+            config = load(files, [*overrides, f"parallel.dp={dp}"])
+    if is_pipeline and global_batch_tokens is not None:
+        raise ProjectionError(
+            "--global-batch-tokens does not say how a pipeline makes its batch; set "
+            "train.num_micro_batches instead"
+        )
+    inputs = job_numbers(
+        config,
+        run=", ".join(Path(file).name for file in files),
+        gpus=gpus,
+        tokens=tokens,
+        peak_flops=peak_flops,
+        global_batch_tokens=global_batch_tokens,
+        active_parameters=active_parameters,
+        frozen_parameters=frozen_parameters,
+        adapter_parameters=adapter_parameters,
+    )
+    job = job_of(inputs)
+    numbers: dict[str, Number] = {}
+    if is_pipeline:
+        pace, numbers = _pipeline(
+            config, job, calibration, costs, efficiency, transfer_s, link, per_step_s, jitter, seed
+        )
+    else:
+        _no_effect(
+            start,
+            transfer_s=transfer_s,
+            link=link,
+            per_step_s=per_step_s,
+            jitter=jitter,
+            seed=seed,
+        )
+        pace = _from_number(job, start, starts[start])
+    numbers = {
+        **pace_numbers(pace, start, starts[start]),
+        **inputs,
+        **numbers,
+        **goodput_numbers(
+            pace, failures_per_gpu_hour, checkpoint_s, restart_s, checkpoint_interval_s
+        ),
+    }
+    numbers |= cost_numbers(numbers, price_per_gpu_hour)
+    print(json_text(numbers) if json else text(numbers))
+    return 0
+
+
+def _the_start(starts: Mapping[str, object]) -> str:
+    """The one starting point; --efficiency beside --calibration fills in and is none."""
+    given = [name for name, value in starts.items() if value is not None]
+    if given == ["calibration", "efficiency"]:
+        return "calibration"
+    if len(given) != 1:
+        what = ", ".join(map(flag, given)) or "none"
+        raise ProjectionError(
+            f"a projection starts from one number, and {what} was given; give one of "
+            f"{', '.join(map(flag, starts))}"
+        )
+    return given[0]
+
+
+def _no_effect(start: str, **pipeline_flags: object) -> None:
+    """Refuses what only a pipeline's parts have a use for."""
+    for name, value in pipeline_flags.items():
+        if value is not None:
+            raise ProjectionError(
+                f"{flag(name)} has no effect with {flag(start)}; leave it out, or start from "
+                "--calibration, --costs or --efficiency"
+            )
+
+
+def _replicas(config: Config, gpus: int, *, whole: bool) -> int:
+    """Pipelines side by side on so many GPUs; 0 where the GPUs are not whole ones and need not."""
+    positive("--gpus", gpus)
+    pp, ep = config.pp.size, config.parallel.ep
+    if gpus % (pp * ep) == 0:
+        return gpus // (pp * ep)
+    if not whole:
+        return 0
+    below, above = gpus // (pp * ep) * pp * ep, -(-gpus // (pp * ep)) * pp * ep
+    nearest = f"{below:,} or {above:,}" if below else f"{above:,}"
+    raise ProjectionError(
+        f"{gpus:,} GPUs are not whole pipelines of pp.size {pp} x parallel.ep {ep} = {pp * ep};"
+        f" use {nearest}, change pp.size or parallel.ep, or give an MFU, a step or days with "
+        "--global-batch-tokens"
+    )
+
+
+def _from_number(job: Job, start: str, value: object) -> Pace:
+    assert isinstance(value, float), f"{start} starts no arithmetic"
+    positive(flag(start), value)
+    if start == "mfu":
+        if value < 1:
+            raise ProjectionError(
+                f"--mfu {value:g} is under 1 %; it is in percent, so write {100 * value:g} if "
+                "that was meant"
+            )
+        return job.at_mfu(value / 100)
+    if start == "step_s":
+        return job.at_step_s(value)
+    return job.at_tokens_per_s(value) if start == "tokens_per_s" else job.at_days(value)
+
+
+def _pipeline(
+    config: Config,
+    job: Job,
+    calibration: Path | None,
+    costs: str | None,
+    efficiency: float | None,
+    transfer_s: str | None,
+    link: str | None,
+    per_step_s: str | None,
+    jitter: float | None,
+    seed: int | None,
+) -> tuple[Pace, dict[str, Number]]:
+    from ppruntime.calibration import read_calibration
+    from ppruntime.order import make_order
+    from ppruntime.pipeline_projection import Parts, stage_costs
+    from ppruntime.pipeline_projection import project as play
+    from ppruntime.plan import cut
+
+    if efficiency is not None:
+        positive("--efficiency", efficiency)
+        if efficiency < 1:
+            raise ProjectionError(
+                f"--efficiency {efficiency:g} is under 1 %; it is in percent, so write "
+                f"{100 * efficiency:g} if that was meant"
+            )
+    if seed is not None and not jitter:
+        raise ProjectionError("--seed has an effect with --jitter only; add it or leave --seed out")
+    known = read_calibration(calibration) if calibration else None
+    schedule = make_order(config).computations
+    plan = cut(
+        config.model.dims,
+        schedule.stage_to_rank,
+        config.pp.layers_per_stage,
+        seq_len=config.train.seq_len,
+    )
+    parts = Parts(
+        schedule=schedule,
+        stages=_given_costs(costs, schedule)
+        if costs is not None
+        else stage_costs(
+            config,
+            plan,
+            calibration=known,
+            efficiency=None if efficiency is None else efficiency / 100,
+            gpu_flops=job.gpu_flops,
+        ),
+        hops=_hops(config, plan, known, transfer_s, link),
+        per_step=_per_step(known, per_step_s),
+        jitter=jitter or 0.0,
+        seed=seed or 0,
+    )
+    projection = play(job, parts)
+    return projection.pace, pipeline_numbers(parts, projection)
+
+
+def _given_costs(text: str, schedule: Schedule) -> tuple[StageCost, ...]:
+    from ppruntime.pipeline_projection import Piece, StageCost
+    from ppruntime.schedules.costs import parse_costs
+
+    costs = parse_costs(text, schedule.stage_to_rank)
+    times = zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True)
+    return tuple(
+        StageCost((Piece(f"stage {stage}", f, i, w, Origin.ASSUMED, "--costs"),))
+        for stage, (f, i, w) in enumerate(times)
+    )
+
+
+def _hops(
+    config: Config,
+    plan: Sequence[StagePlan],
+    calibration: Calibration | None,
+    transfer_s: str | None,
+    link: str | None,
+) -> tuple[HopCost, ...]:
+    from ppruntime.pipeline_projection import HopCost, hop_costs
+
+    num_hops = len(plan) - 1
+    if transfer_s is not None:
+        if link is not None:
+            raise ProjectionError("--link has no effect beside --transfer-s; leave one of them out")
+        seconds = _numbers("--transfer-s", transfer_s)
+        if len(seconds) not in (1, num_hops):
+            raise ProjectionError(
+                f"--transfer-s has {len(seconds)} numbers, the pipeline {num_hops} hops; give one "
+                "for all or one per hop"
+            )
+        per_hop = seconds * num_hops if len(seconds) == 1 else seconds
+        return tuple(HopCost(s, s, Origin.ASSUMED, "--transfer-s") for s in per_hop)
+    if calibration is not None and calibration.transfers:
+        return hop_costs(config, plan, calibration, link)
+    if link is not None:
+        raise ProjectionError(
+            "--link has no effect: no calibration has transfers; leave it out or add them"
+        )
+    if num_hops == 0:
+        return ()
+    raise ProjectionError(
+        "nothing says how long a transfer takes; give --transfer-s, or a calibration with transfers"
+    )
+
+
+def _per_step(calibration: Calibration | None, text: str | None) -> tuple[PerStep, ...]:
+    """The calibration's pieces; a piece of the same name on the command line replaces it."""
+    from ppruntime.calibration import PerStep
+
+    pieces = {piece.name: piece for piece in (calibration.per_step if calibration else ())}
+    if text is None and not pieces:
+        raise ProjectionError(
+            "nothing says what a step takes beside its pipeline (optimizer, gradient reduction); "
+            "give --per-step-s, or a calibration with per_step"
+        )
+    for part in text.split(",") if text is not None else ():
+        name, equals, seconds = part.rpartition("=")
+        value = _numbers("--per-step-s", seconds)[0]
+        key = name.strip() if equals else "rest"
+        pieces[key] = PerStep(name=key, seconds=value, origin="assumed", source="--per-step-s")
+    return tuple(pieces.values())
+
+
+def _numbers(option: str, text: str) -> tuple[float, ...]:
+    """Seconds, separated by commas."""
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(0 <= number < float("inf") for number in numbers):
+        raise ProjectionError(f"{option} {text!r} is not seconds, 0 or more; write such as 0.0073")
+    return numbers

@@ -1,0 +1,112 @@
+"""What `ppruntime project` prints: every number with unit, origin and source."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from ppruntime.projector import Number
+from ppruntime.text_table import short, text_table
+
+_FLAT = ("days", "step_s", "mfu", "gpus", "global_batch_tokens")
+_LARGE = ("tokens", "tokens/s", "FLOP", "FLOP/s", "parameters")
+_WHOLE = ("GPUs", "GPU-hours", "steps")
+
+
+def json_text(numbers: Mapping[str, Number]) -> str:
+    """One object: the five that are asked for most as plain numbers, and all under "numbers"."""
+    table = {
+        name: {
+            "value": number.value,
+            "unit": number.unit,
+            "origin": str(number.origin),
+            "source": number.source,
+        }
+        for name, number in numbers.items()
+    }
+    flat: dict[str, object] = {name: numbers[name].value for name in _FLAT}
+    return json.dumps(flat | {"numbers": table}, indent=2)
+
+
+def text(numbers: Mapping[str, Number]) -> str:
+    """A sentence with GPUs and batch, a line a number, and a table each for ranks, stages, hops."""
+    days, step, mfu, gpus, batch = (_value(numbers[name]) for name in _FLAT)
+    lines = [
+        f"{days} days for {_value(numbers['total_tokens'])} tokens on {gpus} GPUs at {mfu} % MFU: "
+        f"steps of {step} s with {batch} tokens each"
+    ]
+    if "measured_share" in numbers:
+        lines.append(
+            f"of the step, {_value(numbers['measured_share'])} % is measured, "
+            f"{_value(numbers['modelled_share'])} % modelled, "
+            f"{_value(numbers['assumed_share'])} % assumed"
+        )
+    single = {
+        name: number
+        for name, number in numbers.items()
+        if not isinstance(number.value, tuple) and not name.startswith(("stage", "hop"))
+    }
+    lines += ["", *_lines(single)]
+    per_rank = {n: number for n, number in numbers.items() if isinstance(number.value, tuple)}
+    if per_rank:
+        lines += ["", *_rank_table(per_rank)]
+    for group in ("stage", "hop"):
+        members = {n: number for n, number in numbers.items() if n.startswith(group)}
+        if members:
+            lines += ["", *_member_table(group, members)]
+    return "\n".join(lines)
+
+
+def _lines(numbers: Mapping[str, Number]) -> list[str]:
+    cells = [
+        (name, _value(number), number.unit, str(number.origin), number.source)
+        for name, number in numbers.items()
+    ]
+    widths = [max(len(row[i]) for row in cells) for i in range(4)]
+    return [
+        f"{name:<{widths[0]}}  {value:>{widths[1]}} {unit:<{widths[2]}}  {origin:<{widths[3]}}  "
+        f"{source}"
+        for name, value, unit, origin, source in cells
+    ]
+
+
+def _rank_table(numbers: Mapping[str, Number]) -> list[str]:
+    """A row a rank; below it where the columns come from."""
+    columns = []
+    for number in numbers.values():
+        assert isinstance(number.value, tuple), "a column has a value a rank"
+        columns.append([_four_digits(v) if number.unit == "s" else f"{v:g}" for v in number.value])
+    rows = [(str(rank), *cells) for rank, cells in enumerate(zip(*columns, strict=True))]
+    origins = sorted({f"{number.origin}: {number.source}" for number in numbers.values()})
+    return [*text_table(("rank", *numbers), rows), *origins]
+
+
+def _member_table(group: str, numbers: Mapping[str, Number]) -> list[str]:
+    """A row a stage or a hop, which all have the same numbers."""
+    members: dict[str, list[Number]] = {}
+    for name, number in numbers.items():
+        members.setdefault(name.partition(".")[0].removeprefix(group), []).append(number)
+    names = list(dict.fromkeys(name.partition(".")[2] for name in numbers))
+    rows = [
+        (index, *map(_value, found), f"{found[0].origin}: {found[0].source}")
+        for index, found in members.items()
+    ]
+    return text_table((group, *names, "origin and source"), rows, left="origin and source")
+
+
+def _value(number: Number) -> str:
+    value = number.value
+    assert not isinstance(value, tuple), "one number was expected, not one a rank"
+    if number.unit in _WHOLE:
+        return f"{value:,.0f}"
+    if number.unit == "%":
+        return f"{value:.2f}"
+    if number.unit == "days":
+        return f"{value:,.1f}"
+    if number.unit in _LARGE:
+        return short(value)
+    return f"{value:,.2f}" if number.unit == "money" else _four_digits(value)
+
+
+def _four_digits(value: float) -> str:
+    return f"{value:#.4g}".rstrip(".") if value else "0"

@@ -1,0 +1,197 @@
+"""Times of a model's parts, from a JSON file: what a projection is made of. No torch.
+
+The format is `Calibration`; docs/projection.md shows a file. Measurements make such files; one may
+also be written by hand, with rows that say they are assumed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from ppruntime.models.dims import ModelDims, UnitKind, UnitSpec
+from ppruntime.projector import Origin, ProjectionError
+
+LEAST_SAMPLES = 100
+"""A measured row with fewer says too little about a median and a 95th percentile."""
+
+OriginName: TypeAlias = Literal["measured", "modelled", "assumed"]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every row says about its times."""
+
+    origin: OriginName
+    source: str
+    """The run, file, formula or reason that the times come from."""
+    samples: int = 0
+    """How often a measured time was taken."""
+
+
+class OpTimes(Row, frozen=True, kw_only=True):
+    """Seconds of one micro-batch on one GPU: medians. B takes input_grad_s + weight_grad_s."""
+
+    forward_s: float
+    input_grad_s: float
+    """With what is recomputed for it."""
+    weight_grad_s: float
+
+
+class StageTimes(OpTimes, frozen=True, kw_only=True):
+    """A whole stage, timed as one. Holds for the file's `layers_per_stage` only."""
+
+    stage: int
+
+
+class UnitTimes(OpTimes, frozen=True, kw_only=True):
+    """A unit of one type, timed alone or as a difference of two stacks."""
+
+    unit: str
+    """As `unit_type` names it."""
+    ac_mode: str
+    """As `ac.mode` of a run."""
+
+
+class TransferTimes(Row, frozen=True, kw_only=True):
+    """One message between two stages, one way."""
+
+    link: str
+    """Class of the link: nvlink, ib, ..."""
+    num_bytes: int
+    seconds: float
+
+
+class PerStep(Row, frozen=True, kw_only=True):
+    """What a step takes beside its pipeline: optimizer, reduce, gather, clip, ..."""
+
+    name: str
+    seconds: float
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file. Rows that a projection does not need may be absent; those that it needs may not."""
+
+    schema: Literal[1]
+    command: str
+    device: str
+    versions: dict[str, str]
+    date: str
+    model: str
+    """As `model.name` of a run."""
+    seq_len: int
+    micro_batch_size: int
+    ep: int
+    """GPUs that shared the experts."""
+    transport: str
+    """What was in flight while ops were timed: a transport's name, or idle."""
+    routing: str
+    """How tokens found their experts: real, spread, ..."""
+    zero_weights: bool
+    """Kernels run too fast on zeros, so such files are refused."""
+    profiled: bool
+    """A profiler was on, which stretches ops, so such files are refused."""
+    layers_per_stage: tuple[float, ...] | None = None
+    """The cut that `stages` were timed at."""
+    stages: tuple[StageTimes, ...] = ()
+    units: tuple[UnitTimes, ...] = ()
+    transfers: tuple[TransferTimes, ...] = ()
+    per_step: tuple[PerStep, ...] = ()
+
+
+def read_calibration(path: Path) -> Calibration:
+    """The file at `path`. Raises ProjectionError where it is not one that may be projected from."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Calibration)
+    except OSError as error:
+        raise ProjectionError(f"{path} cannot be read ({error.strerror}); name a file") from error
+    except msgspec.DecodeError as error:
+        raise ProjectionError(
+            f"{path} is not a calibration: {error}; docs/projection.md shows one"
+        ) from error
+    problem = _problem(found)
+    if problem:
+        raise ProjectionError(f"{path}: {problem}")
+    return found
+
+
+def unit_type(dims: ModelDims, spec: UnitSpec) -> str:
+    """Name of all units that cost the same: embed, head, moe.routed, attention.reuse.ratio2,
+    attention.swa.ratio0.engram."""
+    if spec.layer is None:
+        return str(spec.kind)
+    name = f"{spec.kind}.{spec.role}"
+    if spec.kind is UnitKind.ATTENTION:
+        name += f".ratio{dims.compress_ratios[spec.layer]}"
+    return name + ".engram" * (spec.engram_parameters > 0)
+
+
+def transfer_seconds(rows: Sequence[TransferTimes], num_bytes: int) -> tuple[float, bool]:
+    """Time of `num_bytes`, and whether it is a row's own: linear between the two nearest rows,
+    below the smallest as long as it, above the largest at its bytes per second."""
+    ordered = sorted(rows, key=lambda row: row.num_bytes)
+    for row in ordered:
+        if row.num_bytes == num_bytes:
+            return row.seconds, True
+    above = next((i for i, row in enumerate(ordered) if row.num_bytes > num_bytes), len(ordered))
+    if above == 0:
+        return ordered[0].seconds, False
+    low = ordered[above - 1]
+    if above == len(ordered):
+        return low.seconds * num_bytes / low.num_bytes, False
+    high = ordered[above]
+    part = (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)
+    return low.seconds + part * (high.seconds - low.seconds), False
+
+
+def _problem(found: Calibration) -> str | None:
+    """Why nothing may be projected from it."""
+    if found.zero_weights:
+        return "weights were zeros, on which kernels run too fast; calibrate with random weights"
+    if found.profiled:
+        return "a profiler was on, which stretches every op; calibrate without one"
+    if found.stages and found.layers_per_stage is None:
+        return "stages were timed at an unknown cut; add layers_per_stage"
+    groups: tuple[tuple[str, Sequence[Row]], ...] = (
+        ("stages", found.stages),
+        ("units", found.units),
+        ("transfers", found.transfers),
+        ("per_step", found.per_step),
+    )
+    for group, rows in groups:
+        keys = [_key(row) for row in rows]
+        for index, row in enumerate(rows):
+            place = f"{group}[{index}]"
+            for name, time in _times(row):
+                if not 0 <= time < math.inf:
+                    return f"{place}.{name} is {time:g}; times are finite and 0 or more"
+            if Origin(row.origin) is Origin.MEASURED and row.samples < LEAST_SAMPLES:
+                return (
+                    f"{place} was measured {row.samples} times; measure {LEAST_SAMPLES} times or "
+                    'more, or let origin be "assumed"'
+                )
+            if keys.index(keys[index]) != index:
+                return f"{place} and {group}[{keys.index(keys[index])}] are the same; keep one"
+            if isinstance(row, TransferTimes) and row.num_bytes < 1:
+                return f"{place}.num_bytes is {row.num_bytes}; give 1 or more"
+    return None
+
+
+def _key(row: Row) -> tuple[object, ...]:
+    """What two rows may not have in common."""
+    if isinstance(row, StageTimes):
+        return (row.stage,)
+    if isinstance(row, UnitTimes):
+        return (row.unit, row.ac_mode)
+    if isinstance(row, TransferTimes):
+        return (row.link, row.num_bytes)
+    assert isinstance(row, PerStep), f"a row of unknown kind: {row}"
+    return (row.name,)
+
+
+def _times(row: Row) -> list[tuple[str, float]]:
+    names = [name for name in row.__struct_fields__ if name == "seconds" or name.endswith("_s")]
+    return [(name, getattr(row, name)) for name in names]
