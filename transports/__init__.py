@@ -1,7 +1,8 @@
 """Moving boundaries between stages: tensors, peers and slots; no op, no stage, no schedule.
 
 Start with `base.py`, what every transport promises. `local.py` and `p2p.py` (gloo, over
-`connection.py`) run anywhere; `nccl.py`, `copy_engine.py` and `put.py` on GPUs, over `device.py`.
+`connection.py`) run anywhere; `nccl.py`, `copy_engine.py` and `put.py` on GPUs, over `device.py`,
+the first and the last of them over `communicators.py`.
 `per_channel.py` gives each channel its own kind, `agree.py` has all ranks compare what they are
 about to do; `slots.py` and `ledger.py` are receive buffers and the checks of every call, for all.
 

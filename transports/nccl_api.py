@@ -101,7 +101,6 @@ _PROTOTYPES: Final[dict[str, tuple[type, ...]]] = {
     "ncclCommInitRankConfig": (_OUT, ctypes.c_int, UniqueId, ctypes.c_int, ctypes.POINTER(Config)),
     "ncclCommDestroy": (_POINTER,),
     "ncclCommAbort": (_POINTER,),
-    "ncclCommGetAsyncError": (_POINTER, ctypes.POINTER(ctypes.c_int)),
     "ncclGroupStart": (),
     "ncclGroupEnd": (),
     "ncclSend": _SEND_RECV,
@@ -194,12 +193,6 @@ class Nccl:
             yield
         finally:
             self._call("ncclGroupEnd")
-
-    def async_error(self, comm: int) -> int:
-        """The error that a communicator found in the background; 0 for none, 7 for in progress."""
-        error = ctypes.c_int()
-        self._call("ncclCommGetAsyncError", comm, ctypes.byref(error))
-        return error.value
 
     def send(self, source: int, num_bytes: int, peer: int, comm: int, stream: int) -> None:
         """Sends bytes; when the stream is past it they may be overwritten."""
