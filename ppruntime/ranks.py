@@ -5,7 +5,10 @@ The only module that reads the launcher's environment.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,6 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ppruntime.config_errors import ConfigError
+from ppruntime.transports.lives import Life, life_of, parse_life
+
+_POLL_SECONDS = 0.05
+_LOST_KEY, _PARTED_KEY = "lost", "parted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,39 @@ class Ranks:
     rank: int
     device: torch.device
     mesh: DeviceMesh
+    lives: Mapping[int, Life]
+    """The processes of those ranks that run on this host."""
+
+    def part(self) -> None:
+        """States that this process is about to end and has said all it had to: it is not lost."""
+        with contextlib.suppress(RuntimeError):  # without the store nobody is left to be told
+            self.world_store("lives").set(f"{_PARTED_KEY} {self.rank}", "")
+
+    def lost(self, *, within_seconds: float = 0) -> tuple[int, ...]:
+        """The ranks whose processes ended first, without parting; the same on every rank that asks.
+        Waits so long for the first of them."""
+        deadline = time.monotonic() + within_seconds
+        while not (lost := self._known_loss()) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return lost
+
+    def _known_loss(self) -> tuple[int, ...]:
+        ended = [rank for rank, life in self.lives.items() if life.has_ended]
+        with contextlib.suppress(RuntimeError):  # the store is lost too: what is seen has to do
+            store = self.world_store("lives")
+            ended = [rank for rank in ended if not store.check([f"{_PARTED_KEY} {rank}"])]
+            if ended:  # the first to see a loss states it for all
+                text = store.compare_set(_LOST_KEY, "", ",".join(map(str, ended))).decode()
+            else:
+                text = store.get(_LOST_KEY).decode() if store.check([_LOST_KEY]) else ""
+            return tuple(map(int, text.split(","))) if text else ()
+        return tuple(ended)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is the one that tells the user: the lowest that is not lost."""
+        lost = self.lost()
+        return self.rank == min(r for r in range(self.layout.world) if r not in lost)
 
     @property
     def pp_rank(self) -> int:
@@ -127,7 +167,15 @@ def join(layout: Layout, *, use_cuda: bool, timeout_seconds: float) -> Ranks:
     mesh = init_device_mesh(
         device.type, (layout.pp, layout.dp, layout.ep), mesh_dim_names=("pp", "dp", "ep")
     )
-    return Ranks(layout, dist.get_rank(), device, mesh)
+    return Ranks(layout, dist.get_rank(), device, mesh, _swap_lives())
+
+
+def _swap_lives() -> dict[int, Life]:
+    store = PrefixStore("lives", _get_default_store())
+    store.set(str(dist.get_rank()), str(life_of(os.getpid())))
+    texts = store.multi_get([str(rank) for rank in range(dist.get_world_size())])
+    lives = {rank: parse_life(text.decode()) for rank, text in enumerate(texts)}
+    return {rank: life for rank, life in lives.items() if life is not None}
 
 
 def leave() -> None:

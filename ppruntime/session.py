@@ -6,92 +6,104 @@ here is the order of these things and who tells the user; everything else is cal
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 import torch
 
 from ppruntime import checkpoint
 from ppruntime.build import build_pipeline
-from ppruntime.config import Config, ConfigError, digest, dumps
+from ppruntime.config import Config, ConfigError, digest
 from ppruntime.data import Batches, open_data
 from ppruntime.manifest import CheckpointError, TrainingState, find
 from ppruntime.messages import broadcast_bytes, first_complaint
-from ppruntime.metrics import MetricsLog, ProgressLine, StepMetrics, mfu, peak_flops
-from ppruntime.models.dims import counts
 from ppruntime.profiling import align_clocks, gather_step, write_timeline
 from ppruntime.ranks import Layout, Ranks, check_world, join, leave, started_rank
-from ppruntime.run_dir import ExitCode, RunDir, RunDirError, Status, new_run_dir, open_run
-from ppruntime.schedules.ops import ScheduleError
+from ppruntime.reporting import FORESEEN, LOSS_SECONDS, Record, Reporter, exit_code, tell
+from ppruntime.run_dir import ExitCode, RunDirError, new_run_dir, open_run
+from ppruntime.termination import Termination
 from ppruntime.token_file import DataError
-from ppruntime.trainer import NonFiniteError, StepResult, Trainer
-from ppruntime.transports.agree import DisagreementError
+from ppruntime.trainer import Trainer
 from ppruntime.transports.base import TransportError
 
-_EXIT_CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
-    (ConfigError, ExitCode.CONFIG),
-    (ScheduleError, ExitCode.CONFIG),
-    (RunDirError, ExitCode.ENVIRONMENT),
-    (DataError, ExitCode.DATA),
-    (CheckpointError, ExitCode.CHECKPOINT),
-    (NonFiniteError, ExitCode.NONFINITE),
-    (DisagreementError, ExitCode.DISAGREEMENT),
-    (TransportError, ExitCode.RANK_DIED),
-)
-"""Errors that a person can act on: told in a sentence, without a traceback."""
+_GRACE_SECONDS = 4.0
+"""How long rank 0 goes on after SIGTERM, in case the launcher sent it because of a lost rank."""
+_EXTRA_GRACE_SECONDS = 2.0
+"""The others go on longer, so that rank 0 is the first to stop and the one that says so."""
 
 T = TypeVar("T")
 
 
 def run(config: Config) -> int:
     """Trains as the config says, as one rank of the started world. Gives the exit code."""
-    try:
-        torch.set_num_threads(config.run.num_threads)
-        layout = Layout(config.pp.size, config.parallel.dp, config.parallel.ep)
-        check_world(layout)
-        if layout.ep > 1:
-            raise ConfigError(
-                f"parallel.ep = {layout.ep}: the trainer has no expert parallelism yet, only"
-                " `ppruntime plan` has; use 1"
-            )
-        limit = config.fault.init_timeout_seconds
-        ranks = join(layout, use_cuda=_wants_cuda(config), timeout_seconds=limit)
+    is_first = started_rank() == 0
+    grace = _GRACE_SECONDS if is_first else _GRACE_SECONDS + _EXTRA_GRACE_SECONDS
+    with Termination(grace_seconds=grace, ends_by_signal=not is_first):
         try:
-            _train(config, ranks)
+            torch.set_num_threads(config.run.num_threads)
+            layout = Layout(config.pp.size, config.parallel.dp, config.parallel.ep)
+            check_world(layout)
+            if layout.ep > 1:
+                raise ConfigError(
+                    f"parallel.ep = {layout.ep}: the trainer has no expert parallelism yet, only"
+                    " `ppruntime plan` has; use 1"
+                )
+            limit = config.fault.init_timeout_seconds
+            ranks = join(layout, use_cuda=_wants_cuda(config), timeout_seconds=limit)
+        except FORESEEN as error:
+            tell(error, speaks=is_first)
+            return exit_code(error)
+        try:
+            with _naming_the_lost(ranks):
+                _train(config, ranks)
+            ranks.part()
+        except FORESEEN as error:
+            tell(error, speaks=ranks.speaks)
+            ranks.part()
+            return exit_code(error)
         finally:
             leave()
-    except tuple(kind for kind, _ in _EXIT_CODES) as error:
-        tell(error)
-        return exit_code(error)
     return ExitCode.DONE
 
 
-def exit_code(error: BaseException) -> ExitCode:
-    """How a run that ends with `error` ends. What nobody foresaw counts as the rank's death."""
-    codes = (code for kind, code in _EXIT_CODES if isinstance(error, kind))
-    return next(codes, ExitCode.RANK_DIED)
+@contextmanager
+def _naming_the_lost(ranks: Ranks) -> Iterator[None]:
+    """Where a collective fails because a process has ended: raises TransportError that says whose,
+    in place of the backend's error, which names a socket."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, FORESEEN) or not (lost := ranks.lost(within_seconds=LOSS_SECONDS)):
+            raise
+        raise _loss(lost, error) from error
 
 
-def tell(error: BaseException) -> None:
-    """Prints an error that all ranks have, once, from rank 0."""
-    if started_rank() == 0:
-        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        print(f"error: {error}{notes}", file=sys.stderr, flush=True)
+def _loss(lost: tuple[int, ...], error: RuntimeError) -> TransportError:
+    found = TransportError(
+        f"rank {' and rank '.join(map(str, lost))} is lost, the process has ended; its own output"
+        " may say why"
+    )
+    for note in getattr(error, "__notes__", ()):
+        found.add_note(note)
+    return found
 
 
 def _train(config: Config, ranks: Ranks) -> None:
+    directory = _directory(config, ranks)
+    is_first = ranks.rank == 0
+    opened = _together(lambda: open_run(directory) if is_first else None, RunDirError, ranks)
     with ExitStack() as stack:
-        directory = _directory(config, ranks)
-        is_first = ranks.rank == 0
-        opened = _together(lambda: open_run(directory) if is_first else None, RunDirError, ranks)
+        record = None
         if opened is not None:
             stack.enter_context(opened)
+            record = stack.enter_context(Record(opened, ranks))
+        else:
+            stack.enter_context(_standing_in(directory, ranks))
+        stack.enter_context(_naming_the_lost(ranks))
         train_data = _together(lambda: open_data(config), DataError, ranks)
         validation = None
         if config.train.eval_interval is not None:
@@ -101,9 +113,22 @@ def _train(config: Config, ranks: Ranks) -> None:
         trainer = Trainer(config, ranks, pipeline)
         done = _resume(config, ranks, directory, trainer)
         reporter = None
-        if opened is not None:
-            reporter = stack.enter_context(_Reporter(config, ranks, opened, done))
+        if record is not None:
+            reporter = stack.enter_context(Reporter(config, ranks, record, done))
         _Loop(config, ranks, directory, trainer, train_data, validation, reporter).run(done)
+
+
+@contextmanager
+def _standing_in(directory: Path, ranks: Ranks) -> Iterator[None]:
+    """If training fails and this rank is by then the lowest that lives, it writes the status."""
+    try:
+        yield
+    except TransportError:
+        if 0 in ranks.lost(within_seconds=LOSS_SECONDS) and ranks.speaks:
+            # Whoever took the directory in the meantime writes a status of its own.
+            with suppress(RunDirError), open_run(directory) as opened, Record(opened, ranks):
+                raise
+        raise
 
 
 def _wants_cuda(config: Config) -> bool:
@@ -139,8 +164,8 @@ def _directory(config: Config, ranks: Ranks) -> Path:
 def _resume(config: Config, ranks: Ranks, directory: Path, trainer: Trainer) -> TrainingState:
     """Loads the newest checkpoint, if there is one and it is wanted; the state to go on from."""
     fresh = TrainingState(step=0, data_cursor=0, tokens=0, config_digest="", layout="")
-    latest = find(directory / "ckpt").latest
-    resume = config.checkpoint.resume
+    found = find(directory / "ckpt")
+    latest, resume = found.latest, config.checkpoint.resume
     if latest is None:
         if resume == "require":
             raise CheckpointError(
@@ -153,7 +178,13 @@ def _resume(config: Config, ranks: Ranks, directory: Path, trainer: Trainer) -> 
             f'{directory} holds {latest.name} and checkpoint.resume = "never";'
             " name a new run.dir, or leave the key out to go on from it"
         )
-    return checkpoint.load(latest, trainer.state_tensors(), group=ranks.world_group)
+    try:
+        return checkpoint.load(latest, trainer.state_tensors(), group=ranks.world_group)
+    except CheckpointError as error:
+        if len(found.committed) > 1:
+            older = found.committed[-2].name
+            error.add_note(f"{older} is older; to go on from it, move {latest} out of the folder")
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +197,7 @@ class _Loop:
     trainer: Trainer
     train_data: Batches
     validation: Batches | None
-    reporter: _Reporter | None
+    reporter: Reporter | None
 
     def run(self, state: TrainingState) -> None:
         """Trains from `state` to the last step."""
@@ -174,12 +205,16 @@ class _Loop:
         timeline_step = self.config.run.timeline_step
         if timeline_step is None:
             timeline_step = num_steps - 1
-        saved = state.step
+        first = saved = state.step
         for index in range(state.step, num_steps):
-            start = time.perf_counter()
-            result = self.trainer.step(index, self.train_data)
-            seconds = time.perf_counter() - start
             done = index + 1
+            start = time.perf_counter()
+            try:
+                result = self.trainer.step(index, self.train_data)
+            except Exception as error:
+                error.add_note(f"rank {self.ranks.rank} was in step {done}")
+                raise
+            seconds = time.perf_counter() - start
             val_loss = self._validate(done)
             state = self._state(done)
             if self.reporter is not None:
@@ -191,7 +226,7 @@ class _Loop:
                 self._save(state)
                 saved = done
         if self.reporter is not None:
-            self.reporter.finished(num_steps, saved)
+            self.reporter.finished(num_steps, saved, ran=first < num_steps)
 
     def _validate(self, done: int) -> float | None:
         interval = self.config.train.eval_interval
@@ -238,99 +273,3 @@ class _Loop:
             run_dir = self.reporter.run_dir
             title = f"{self.config.model.name}, step {done}"
             write_timeline(measured, run_dir.timeline, run_dir.trace, title=title)
-
-
-class _Reporter:
-    """What rank 0 writes and shows."""
-
-    def __init__(self, config: Config, ranks: Ranks, run_dir: RunDir, state: TrainingState) -> None:
-        self.run_dir = run_dir
-        self._config = config
-        self._num_devices = ranks.layout.world
-        self._done = state.step
-        self._tokens_per_step = config.global_batch_size * config.train.seq_len
-        self._flops_per_token = counts(config.model.dims).flops_per_token
-        self._device_flops = (
-            peak_flops(torch.cuda.get_device_name(ranks.device))
-            if ranks.device.type == "cuda"
-            else None
-        )
-        run_dir.add_config(dumps(config))
-        self._progress = ProgressLine(config.train.steps, interval=config.run.log_interval)
-        self._log = MetricsLog(
-            run_dir.metrics,
-            tensorboard=run_dir.tensorboard if config.run.tensorboard else None,
-            resumed_at=state.step,
-            warn=self._progress.note,
-        )
-        if state.step >= config.train.steps:
-            self._progress.note(
-                f"{run_dir.path}: nothing to do, step {state.step} of {config.train.steps} is done"
-            )
-        elif state.step:
-            self._progress.note(f"{run_dir.path}: goes on after step {state.step}")
-        self._status(state.step, "running", exit_code=None)
-
-    def step(
-        self,
-        done: int,
-        result: StepResult,
-        seconds: float,
-        tokens: int,
-        val_loss: float | None,
-    ) -> None:
-        """A step is done."""
-        self._done = done
-        tokens_per_s = self._tokens_per_step / seconds
-        metrics = StepMetrics(
-            step=done,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=result.lr,
-            tokens_per_s=tokens_per_s,
-            mfu=mfu(
-                tokens_per_s,
-                flops_per_token=self._flops_per_token,
-                num_devices=self._num_devices,
-                device_flops=self._device_flops,
-            ),
-            step_seconds=seconds,
-            tokens=tokens,
-            val_loss=val_loss,
-        )
-        self._log.write(metrics)
-        self._progress.update(metrics)
-
-    def finished(self, num_steps: int, saved: int) -> None:
-        """All steps are done and saved."""
-        self._status(num_steps, "done", exit_code=ExitCode.DONE)
-        self._progress.note(
-            f"{self.run_dir.path}: step {num_steps} done, checkpoint of step {saved} saved"
-        )
-
-    def __enter__(self) -> _Reporter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Closes files and the live line. If training failed, status.json says so."""
-        if error is not None:
-            self._status(self._done, str(error) or type(error).__name__, exit_code=exit_code(error))
-        self._log.close()
-        self._progress.close()
-
-    def _status(self, step: int, reason: str, *, exit_code: ExitCode | None) -> None:
-        latest = find(self.run_dir.checkpoints).latest
-        self.run_dir.write_status(
-            Status(
-                exit=exit_code,
-                reason=reason,
-                step=step,
-                last_checkpoint=latest.name if latest else None,
-                resumable=latest is not None and exit_code != ExitCode.DONE,
-            )
-        )
