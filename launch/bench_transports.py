@@ -40,7 +40,7 @@ class Kind:
 
     name: str
     transport: str
-    options: dict[str, object] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
