@@ -6,10 +6,13 @@ sum in fp32 and give bf16; everything between them is fp32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ppruntime.models.kernels.grouped_gemm import (
+    WeightGradOperands,
     grouped_gemm_reference,
     grouped_weight_grad_reference,
 )
@@ -30,7 +33,6 @@ from ppruntime.models.kernels.swiglu import SwigluGrads, swiglu_reference, weigh
 
 expert_layout = expert_layout_reference
 gather_sum = gather_sum_reference
-grouped_weight_grad = grouped_weight_grad_reference
 quantize_rows = quantize_rows_reference
 
 
@@ -78,6 +80,17 @@ def grouped_gemm(
     """[P, O] bf16."""
     del gemm_sms
     return grouped_gemm_reference(x, weights, layout).bfloat16()
+
+
+def grouped_weight_grad(
+    accumulator_EAC: Tensor,
+    micro_batches: Sequence[WeightGradOperands],
+    *,
+    gemm_sms: int | None = None,
+) -> None:
+    """Adds the micro-batches' weight gradients in order."""
+    del gemm_sms
+    grouped_weight_grad_reference(accumulator_EAC, micro_batches)
 
 
 def swiglu(
