@@ -41,10 +41,17 @@ class Tiles:
     num_warps: int
     num_stages: int
 
+    def __str__(self) -> str:
+        return f"{self.block} slots, {self.num_warps} warps, {self.num_stages} stages"
+
 
 FORWARD_TILES = Tiles(64, 8, 2)
 BACKWARD_TILES = Tiles(64, 8, 1)
 """One stage: the query's q and dout and one block of keys fill the shared memory."""
+
+FORWARD_TILES_TO_TRY = (Tiles(32, 8, 3), Tiles(32, 8, 5), Tiles(64, 16, 2))
+BACKWARD_TILES_TO_TRY = (Tiles(64, 16, 1), Tiles(32, 8, 1))
+"""What the bench measures beside them."""
 
 
 def sparse_attention(
