@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ppruntime.boundaries import expected_boundaries
-from ppruntime.build import build_stage, compute_dtype
+from ppruntime.build import build_stage, compute_dtype, warm_up_stage
 from ppruntime.channels import make_channels
 from ppruntime.clocks import CudaClock, HostClock
 from ppruntime.config import Config, load
@@ -89,7 +89,12 @@ def _build(config: Config, ranks: Ranks) -> dict[int, Stage]:
     plan = cut(
         config.model.dims, stage_to_rank, config.pp.layers_per_stage, seq_len=config.train.seq_len
     )
-    return {s.index: build_stage(config, s, ranks) for s in plan if s.rank == ranks.pp_rank}
+    shape = {"batch": config.train.micro_batch_size, "seq_len": config.train.seq_len}
+    boundaries = expected_boundaries(config.model.dims, plan, dtype=compute_dtype(config), **shape)
+    stages = {s.index: build_stage(config, s, ranks) for s in plan if s.rank == ranks.pp_rank}
+    for index, stage in stages.items():
+        warm_up_stage(stage, boundaries[index - 1] if index else None, ranks, **shape)
+    return stages
 
 
 def _case(
@@ -97,7 +102,7 @@ def _case(
     ranks: Ranks,
     stages: dict[int, Stage],
     kind: str,
-    options: dict[str, object],
+    options: dict[str, Any],
     num_steps: int,
 ) -> dict[str, Any]:
     """One order over one transport."""

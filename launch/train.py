@@ -40,6 +40,9 @@ def _train(arguments: Sequence[str], *, is_first: bool) -> int:
 
     # With a single hardware queue a transfer's wait would hold the compute behind it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    if config.pp.transport in ("nccl", "auto"):
+        # To load a kernel late, CUDA may wait for a receive that is on the GPU: a deadlock.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     from ppruntime.session import run  # loads torch: only for a configuration that can run
 
     return run(config)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from ppruntime.models.carry import MicroBatch
+from ppruntime.models.carry import DIFFERENTIABLE, MicroBatch
 from ppruntime.models.dims import ModelDims, carry_shape
 from ppruntime.plan import StagePlan
 from ppruntime.stage import Stage
@@ -43,16 +44,45 @@ def probe(
 ) -> Boundary:
     """What the stage makes of `received`: one forward without gradients on blank input, shapes and
     dtypes taken off the result. None: the first stage, which receives nothing."""
-    blank = torch.zeros(batch, seq_len, dtype=torch.int64, device=device)
-    positions = torch.arange(seq_len, device=device).expand(batch, -1).contiguous()
-    inputs = tuple(
-        torch.zeros(t.shape, dtype=t.dtype, device=device)
-        for t in (received.tensors if received else ())
-    )
-    outputs = stage.evaluate(0, inputs, MicroBatch(blank, blank, positions))
+    outputs = stage.evaluate(0, _blank(received, device), _blank_tokens(batch, seq_len, device))
     return Boundary(
         tuple(
             TensorSpec(name, tuple(output.shape), output.dtype)
             for name, output in zip(stage.outputs, outputs, strict=True)
         )
     )
+
+
+def warm_up(
+    stage: Stage, received: Boundary | None, *, batch: int, seq_len: int, device: torch.device
+) -> None:
+    """One micro-batch forward and back on blank input, so that every kernel of a step is loaded.
+
+    CUDA may wait for all that runs on the device when it loads a kernel. With a receive running
+    that waits for a peer, and the peer in the same state, the first step would never end. Gradients
+    are left behind; the caller clears them.
+    """
+    tokens = _blank_tokens(batch, seq_len, device)
+    one = torch.ones((), device=device)
+    for backward in (stage.backward, stage.backward_input):
+        stage.reset(loss_seed=one, balance_seed=one)
+        outputs = stage.forward(0, _blank(received, device), tokens)
+        grads = tuple(
+            torch.zeros_like(output)
+            for name, output in zip(stage.outputs, outputs, strict=True)
+            if name in DIFFERENTIABLE
+        )
+        backward(0, grads)
+    stage.weight_grads(0)
+    stage.reset(loss_seed=one, balance_seed=one)
+
+
+def _blank(boundary: Boundary | None, device: torch.device) -> tuple[Tensor, ...]:
+    specs = boundary.tensors if boundary else ()
+    return tuple(torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in specs)
+
+
+def _blank_tokens(batch: int, seq_len: int, device: torch.device) -> MicroBatch:
+    blank = torch.zeros(batch, seq_len, dtype=torch.int64, device=device)
+    positions = torch.arange(seq_len, device=device).expand(batch, -1).contiguous()
+    return MicroBatch(blank, blank, positions)

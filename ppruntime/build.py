@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ppruntime import config as configuration
-from ppruntime.boundaries import expected_boundaries, probe
-from ppruntime.channels import make_channels
+from ppruntime.boundaries import expected_boundaries, probe, warm_up
+from ppruntime.channels import edge_of, make_channels
 from ppruntime.clocks import CudaClock, HostClock
 from ppruntime.config import Config
 from ppruntime.executor import Executor
@@ -24,15 +25,23 @@ from ppruntime.models.units import build_unit
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut
 from ppruntime.ranks import Ranks
+from ppruntime.schedules.counts import Edge
+from ppruntime.schedules.credits import uncredited
 from ppruntime.schedules.formats import digest
 from ppruntime.schedules.forward_only import forward_only
 from ppruntime.schedules.ops import Schedule
 from ppruntime.stage import Stage
 from ppruntime.transports import open_transport
 from ppruntime.transports.agree import Fact, agree
-from ppruntime.transports.base import Transport
+from ppruntime.transports.base import Boundary, Transport
 from ppruntime.transports.ledger import describe
-from ppruntime.wrap import Sharding, release_gathered, wrap_units
+from ppruntime.wrap import (
+    Sharding,
+    hold_gradients,
+    reduce_grads,
+    release_gathered,
+    wrap_units,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +108,12 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
         what="the first transfer",
     )
 
+    evaluation = forward_only(order.computations)
+    proven: frozenset[Edge] = frozenset()
+    if ranks.device.type == "cuda":
+        proven = uncredited([order.lowered, evaluation], order.slots)
+        for index, stage in stages.items():
+            warm_up_stage(stage, boundaries[index - 1] if index else None, ranks, **shape)
     channels = make_channels(boundaries, stage_to_rank, order.slots)
     transport = open_transport(
         config.pp.transport,
@@ -107,6 +122,7 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
         device=ranks.device,
         timeout_seconds=config.pp.timeout_seconds,
         store=ranks.pipeline_store(),
+        uncredited=frozenset(c.id for c in channels if edge_of(c) in proven),
         **_transport_options(config),
     )
 
@@ -134,11 +150,11 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
         ),
         transport=transport,
         training=executor(order.lowered, training=True),
-        evaluation=executor(forward_only(order.computations), training=False),
+        evaluation=executor(evaluation, training=False),
     )
 
 
-def _transport_options(config: Config) -> dict[str, object]:
+def _transport_options(config: Config) -> dict[str, Any]:
     """What `[pp]` says to the transport; keys that are not given leave it its own choice."""
     pp = config.pp
     options = {
@@ -147,6 +163,18 @@ def _transport_options(config: Config) -> dict[str, object]:
         "nccl_library": pp.nccl_library,
     }
     return {name: value for name, value in options.items() if value is not None}
+
+
+def warm_up_stage(
+    stage: Stage, received: Boundary | None, ranks: Ranks, *, batch: int, seq_len: int
+) -> None:
+    """Loads every kernel that a step of the stage needs, see `boundaries.warm_up`; nothing
+    stays."""
+    units = list(stage.units)
+    hold_gradients(units)
+    warm_up(stage, received, batch=batch, seq_len=seq_len, device=ranks.device)
+    reduce_grads(units, ranks.data_group)
+    stage.units.zero_grad(set_to_none=True)
 
 
 def build_stage(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from ppruntime.models.carry import DIFFERENTIABLE
 from ppruntime.schedules.counts import Edge
@@ -46,3 +47,9 @@ def make_channels(
             ),
         )
     return tuple(channels)
+
+
+def edge_of(channel: Channel) -> Edge:
+    """The channel's edge in the order's terms."""
+    kind: Literal["F", "B"] = "F" if channel.kind == "forward" else "B"
+    return Edge(channel.src_stage, channel.dst_stage, kind)

@@ -44,7 +44,7 @@ jobs=${JOBS:-3}
 spread=()
 if ((jobs > 1)) && python3 -c "import xdist" 2>/dev/null; then spread=(-n "$jobs"); fi
 part tests 150 python3 -m pytest -v -m "gpu or multi_gpu" tests/transports "${spread[@]}" \
-    --timeout=100 --tb=short --durations=12 -p no:cacheprovider \
+    --timeout=100 --tb=short --durations=12 -p no:cacheprovider -p no:benchmark \
     ${SELECT:+-k "$SELECT"}
 part bench 115 python3 -m ppruntime.launch.bench_transports --out "$out/transports.json" \
     "${with_library[@]}"
