@@ -1,0 +1,341 @@
+"""`ppruntime project`: exact outputs, one labelled source a number, mistakes with their remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppruntime.launch.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """`command("--mfu 30 ...")` -> exit code, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(arguments):
+        code = main(["project", *arguments.split()])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+HEADLINE = """\
+51.0 days for 20.00T tokens on 1,536 GPUs at 28.94 % MFU: steps of 55.40 s with 251.7M tokens each
+
+days                       51.0 days        modelled  total_tokens / tokens_per_s
+step_s                    55.40 s           modelled  global_batch_tokens / tokens_per_s
+mfu                       28.94 %           assumed   --mfu
+tokens_per_s             4.543M tokens/s    modelled  mfu x gpus x peak_flops / flops_per_token
+tokens_per_s_per_gpu     2.957k tokens/s    modelled  tokens_per_s / gpus
+steps                    79,473 steps       modelled  total_tokens / global_batch_tokens
+gpu_hours             1,878,529 GPU-hours   modelled  24 x days x gpus
+gpus                      1,536 GPUs        assumed   --gpus
+global_batch_tokens      251.7M tokens      modelled  \
+320 micro-batches x 1 x 8,192 tokens x dp 12 x ep 8, pp 16; v41-flash-pp16.toml
+total_tokens             20.00T tokens      assumed   --tokens
+active_parameters        16.13B parameters  modelled  the matmul sizes of v41-flash
+flops_per_token          96.78B FLOP        modelled  6 x active_parameters
+peak_flops               989.0T FLOP/s      assumed   --peak-flops, of one GPU
+"""
+
+
+def test_the_published_nccl_row_is_printed_with_batch_and_gpus(command):
+    assert command("--mfu 28.94 --gpus 1536") == (0, HEADLINE, "")
+
+
+def test_json_has_the_five_plain_numbers_and_every_number_labelled(command):
+    code, out, err = command("--mfu 28.94 --gpus 1536 --json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    numbers = found.pop("numbers")
+    assert found == {
+        "days": pytest.approx(50.95835, abs=1e-5),
+        "step_s": pytest.approx(55.40006, abs=1e-5),
+        "mfu": 28.94,
+        "gpus": 1536,
+        "global_batch_tokens": 251658240,
+    }
+    for name, number in numbers.items():
+        assert number["origin"] in ("measured", "modelled", "assumed"), name
+        assert number["source"], name
+        assert set(number) == {"value", "unit", "origin", "source"}
+    assert {name: numbers[name]["value"] for name in found} == found
+
+
+@pytest.mark.parametrize(
+    ("start", "name"),
+    [
+        ("--days 50.95835086408659", "days"),
+        ("--step-s 55.40006401239676", "step_s"),
+        ("--tokens-per-s 4542562.26", "tokens_per_s"),
+    ],
+)
+def test_any_of_them_leads_to_the_others(command, start, name):
+    found = json.loads(command(f"{start} --gpus 1536 --json")[1])
+    assert found["mfu"] == pytest.approx(28.94, rel=1e-6)
+    assert found["numbers"][name]["origin"] == "assumed"
+    assert found["numbers"][name]["value"] == float(start.split()[1])
+
+
+def test_a_batch_and_a_model_may_be_given_as_numbers(command):
+    found = json.loads(
+        command(
+            "--mfu 40 --gpus 1000 --global-batch-tokens 16384000 --active-parameters 1e9 "
+            "--frozen-parameters 1e9 --adapter-parameters 1e7 --tokens 1e12 --peak-flops 1e15 "
+            "--json"
+        )[1]
+    )
+    assert found["numbers"]["flops_per_token"]["value"] == 4e9 + 6e7
+    assert found["numbers"]["flops_per_token"]["source"] == (
+        "6 x active_parameters - 2 x 1e+09 frozen + 6 x 1e+07 in adapters"
+    )
+    assert found["step_s"] == pytest.approx(16384000 * 4.06e9 / (0.4 * 1e15 * 1000))
+    assert found["days"] == pytest.approx(1e12 * 4.06e9 / (0.4 * 1e15 * 1000) / 86400)
+
+
+def test_another_run_brings_its_model_and_batch(command):
+    tiny = ROOT / "launch" / "configs" / "tiny.toml"
+    found = json.loads(command(f"{tiny} train.num_micro_batches=16 --step-s 2 --json")[1])
+    source = found["numbers"]["global_batch_tokens"]["source"]
+    assert source.startswith("16 micro-batches x ")
+    assert source.endswith("; tiny.toml")
+    assert found["numbers"]["active_parameters"]["source"] == "the matmul sizes of tiny"
+
+
+def test_failures_and_price_come_on_top(command):
+    found = json.loads(
+        command(
+            "--mfu 33.98 --gpus 1536 --failures-per-gpu-hour 1.97e-5 --checkpoint-s 10 "
+            "--restart-s 900 --price-per-gpu-hour 2.5 --json"
+        )[1]
+    )
+    numbers = {name: number["value"] for name, number in found["numbers"].items()}
+    assert numbers["goodput"] == pytest.approx(97.9, abs=0.1)
+    assert numbers["goodput_days"] == pytest.approx(found["days"] / numbers["goodput"] * 100)
+    assert numbers["cost"] == pytest.approx(2.5 * 24 * 1536 * numbers["goodput_days"])
+    assert numbers["mtbf_s"] / 3600 == pytest.approx(33.0, abs=0.1)
+
+
+PIPELINE = (
+    "pp.size=4 pp.layers_per_stage=[10,10,10,10] pp.schedule=1f1b pp.warmup_step=default "
+    "train.num_micro_batches=4 train.seq_len=16384"
+)
+
+
+def test_a_pipeline_from_given_seconds(command):
+    """Four equal stages of 1 s, 4 micro-batches, hops of 0.1 s exposed: 7 s and 6 hops."""
+    found = json.loads(
+        command(
+            f"{PIPELINE} --gpus 64 --costs 0.3,0.4,0.3 --transfer-s 0.1 "
+            "--per-step-s optimizer=0.15,reduce=0.35 --json"
+        )[1]
+    )
+    numbers = found["numbers"]
+    assert found["global_batch_tokens"] == 4 * 16384 * 16
+    parts = ["even_work_s", "imbalance_s", "fill_s", "drain_s", "dependency_s", "transfer_s"]
+    total = sum(numbers[name]["value"] for name in [*parts, "per_step_s"])
+    assert total == pytest.approx(found["step_s"], rel=1e-12)
+    assert found["step_s"] > 7 + 0.5
+    assert numbers["per_step.reduce_s"] == {
+        "value": 0.35,
+        "unit": "s",
+        "origin": "assumed",
+        "source": "--per-step-s",
+    }
+    assert numbers["assumed_share"]["value"] == pytest.approx(100)
+    assert numbers["peak_in_flight"]["value"] == [4, 3, 2, 1]
+
+
+def test_a_pipeline_from_a_calibration_says_what_share_is_measured(command):
+    row = {"origin": "measured", "source": "run 7", "samples": 100}
+    ops = {"forward_s": 0.3, "input_grad_s": 0.4, "weight_grad_s": 0.3} | row
+    document = (ROOT / "docs" / "projection.md").read_text()
+    example = json.loads(document.split("```json\n")[1].split("```")[0])
+    example |= {
+        "seq_len": 16384,
+        "layers_per_stage": [10, 10, 10, 10],
+        "stages": [ops | {"stage": stage} for stage in range(4)],
+        "units": [],
+        "per_step": [row | {"name": "optimizer", "seconds": 0.15}],
+    }
+    Path("c.json").write_text(json.dumps(example))
+    start = f"{PIPELINE} --gpus 64 --calibration c.json"
+    code, out, err = command(f"{start} --transfer-s 0 --per-step-s reduce=0.35")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[1] == (
+        "of the step, 95.33 % is measured, 0.00 % modelled, 4.67 % assumed"
+    )
+    assert "    0     0.3000        0.4000         0.3000  measured: run 7\n" in out
+    found = json.loads(command(f"{start} --transfer-s 0 --per-step-s optimizer=0.5 --json")[1])
+    assert found["step_s"] == pytest.approx(7.5)
+    assert found["numbers"]["per_step.optimizer_s"]["origin"] == "assumed"
+    found = json.loads(command(f"{start} --json")[1])  # hops from the file
+    assert found["numbers"]["hop0.forward_s"]["source"].startswith("ib: ")
+
+
+def test_the_documents_commands_print_what_it_says(command):
+    """The same pipeline at two batches; the first command's own line stands in the document."""
+    document = (ROOT / "docs" / "projection.md").read_text()
+    assert HEADLINE.splitlines()[0] in document
+    commands = re.findall(r"^ppruntime project ((?:.*\\\n)*.*)", document, re.MULTILINE)
+    heads = [command(text.replace("\\", ""))[1].splitlines()[0] for text in commands]
+    assert [head.split(" days")[0] for head in heads] == ["43.6", "51.9"]
+    for head in heads:
+        batch = head.split("with ")[1].split(" tokens")[0]
+        assert f"{head.split(' days')[0]} days at {batch} tokens" in " ".join(document.split())
+
+
+def test_the_documents_calibration_can_be_projected_from(command):
+    document = (ROOT / "docs" / "projection.md").read_text()
+    Path("c.json").write_text(document.split("```json\n")[1].split("```")[0])
+    code, out, err = command(
+        "--gpus 128 --calibration c.json --efficiency 50 train.num_micro_batches=32"
+    )
+    assert (code, err) == (0, "")
+    assert "\nof the step, 0.00 % is measured, 0.00 % modelled, 100.00 % assumed\n" in out
+
+
+def test_jitter_slows_the_step_down_and_is_labelled(command):
+    start = f"{PIPELINE} --gpus 64 --costs 0.3,0.4,0.3 --transfer-s 0 --per-step-s 0 --json"
+    calm, shaken = (json.loads(command(start + extra)[1]) for extra in ("", " --jitter 0.1"))
+    assert calm["step_s"] == pytest.approx(7)
+    assert shaken["step_s"] != pytest.approx(7, rel=1e-3)
+    assert shaken["numbers"]["jitter"]["source"] == "--jitter, one draw with seed 0"
+    assert calm["numbers"]["jitter"] == {
+        "value": 0.0,
+        "unit": "%",
+        "origin": "assumed",
+        "source": "no --jitter given",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            "",
+            "a projection starts from one number, and none was given; give one of --mfu, --step-s",
+        ),
+        ("--mfu 30 --days 3", "a projection starts from one number, and --mfu, --days was given;"),
+        ("--mfu 0.2894", "--mfu 0.2894 is under 1 %; it is in percent, so write 28.94 if that was"),
+        ("--mfu -3", "--mfu is -3; give a number above 0"),
+        ("--step-s 0", "--step-s is 0; give a number above 0"),
+        ("--mfu 30 --gpus 0", "--gpus is 0; give a number above 0"),
+        (
+            "--mfu 30 --gpus 1000",
+            "1,000 GPUs are not whole pipelines of pp.size 16 x parallel.ep 8 = 128; use 896 or "
+            "1,024, change pp.size",
+        ),
+        (
+            "--mfu 30 --gpus 64",
+            "64 GPUs are not whole pipelines of pp.size 16 x parallel.ep 8 = 12",
+        ),
+        ("--mfu 30 --gpus 128 parallel.dp=1", "--gpus and parallel.dp say the same thing twice;"),
+        ("--mfu 30 --jitter 0.1", "--jitter has no effect with --mfu; leave it out, or start from"),
+        ("--days 3 --link ib", "--link has no effect with --days; leave it out, or start from"),
+        ("--efficiency 45", "nothing says how long a transfer takes; give --transfer-s, or"),
+        (
+            "--efficiency 45 --transfer-s 0",
+            "nothing says what a step takes beside its pipeline (optimizer, gradient reduction); "
+            "give --per-step-s",
+        ),
+        ("--efficiency 0.45", "--efficiency 0.45 is under 1 %; it is in percent, so write 45 if"),
+        (
+            "--efficiency 45 --transfer-s 1,2 --per-step-s 0",
+            "--transfer-s has 2 numbers, the pipeline 15 hops; give one for all or one per hop",
+        ),
+        (
+            "--efficiency 45 --transfer-s x --per-step-s 0",
+            "--transfer-s 'x' is not seconds, 0 or more; write such as 0.0073",
+        ),
+        (
+            "--efficiency 45 --transfer-s 0 --link ib --per-step-s 0",
+            "--link has no effect beside --transfer-s; leave one of them out",
+        ),
+        (
+            "--efficiency 45 --transfer-s 0 --per-step-s a=-1",
+            "--per-step-s '-1' is not seconds, 0 or more; write such as",
+        ),
+        (
+            "--efficiency 45 --transfer-s 0 --per-step-s 0 --seed 1",
+            "--seed has an effect with --jitter only; add it or leave --seed out",
+        ),
+        (
+            "--efficiency 45 --global-batch-tokens 1e6",
+            "--global-batch-tokens does not say how a pipeline makes its batch; set train.num_mi",
+        ),
+        ("--costs 1,1 --transfer-s 0 --per-step-s 0", "costs '1,1' are not three numbers; write F"),
+        (
+            "--mfu 30 --restart-s 9",
+            "days with failures need --failures-per-gpu-hour, --checkpoint-s",
+        ),
+        (
+            "--calibration no.json",
+            "no.json cannot be read (No such file or directory); name a file",
+        ),
+        ("--mfu 30 model.name=tini", "command line: "),
+    ],
+)
+def test_mistakes_are_one_sentence_and_exit_2(command, arguments, text):
+    if "--transfer-s" in arguments:
+        arguments += " train.num_micro_batches=16"  # a short order, quickly made
+    code, out, err = command(arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(text)
+    assert err.count("\n") == 1
+
+
+def test_a_run_config_that_is_its_own_cluster_needs_no_gpus(command):
+    found = json.loads(command("--mfu 30 parallel.dp=3 --json")[1])
+    assert (found["gpus"], found["global_batch_tokens"]) == (384, 320 * 8192 * 24)
+    assert found["numbers"]["gpus"]["source"] == "v41-flash-pp16.toml"
+
+
+# Output that nobody reads to its end
+
+
+def test_output_into_head_ends_quietly():
+    """A reader that leaves after the first bytes; the output is longer than a pipe holds."""
+    code = "from ppruntime.launch.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+    arguments = ["schedule", "show", "1f1b", "--ranks", "8", "--micro-batches", "400", "--json"]
+    for reads_first in (True, False):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": "" if reads_first else "1"},
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        if reads_first:
+            process.stdout.read(10)
+        process.stdout.close()
+        error = process.stderr.read()
+        process.stderr.close()
+        assert (process.wait(timeout=60), error) == (141, b"")
+
+
+def test_a_broken_pipe_that_is_not_the_output_is_not_hidden(monkeypatch):
+    from ppruntime.launch import cli
+
+    def breaks(*arguments, **options):
+        raise BrokenPipeError("a rank has gone")
+
+    monkeypatch.setattr(cli, "app", breaks)
+    monkeypatch.setattr(sys, "stdout", open(os.devnull, "w"))  # noqa: SIM115 (closed below)
+    try:
+        with pytest.raises(BrokenPipeError, match="a rank has gone"):
+            main(["version"])
+    finally:
+        sys.stdout.close()
