@@ -90,6 +90,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What was in flight while ops were timed: a transport's name, or idle."""
     routing: str
     """How tokens found their experts: real, spread, ..."""
+    seeds: tuple[int, ...]
+    """Of weights, data and routing, one a run."""
     zero_weights: bool
     """Kernels run too fast on zeros, so such files are refused."""
     profiled: bool

@@ -290,6 +290,16 @@ def test_an_unrounded_step_gives_both_columns_of_the_twelve_node_table(step, tho
     assert here.at_days(pace.days).step_s == pytest.approx(pace.step_s, rel=1e-12)
 
 
+def test_three_printed_steps_of_the_twelve_node_table_are_rounded():
+    here = job(96, 16384 * 96)
+    missed = [
+        (step, f"{here.at_step_s(float(step)).tokens_per_s / 1e3:.0f}")
+        for step, thousands in TWELVE_NODES
+        if f"{here.at_step_s(float(step)).tokens_per_s / 1e3:.0f}" != thousands
+    ]
+    assert missed == [("9.3", "169"), ("4.8", "328"), ("4.7", "335")]
+
+
 # Failures
 
 

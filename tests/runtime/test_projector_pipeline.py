@@ -270,6 +270,7 @@ def calibration(**changes: object) -> dict[str, object]:
         "ep": 8,
         "transport": "put",
         "routing": "spread",
+        "seeds": [0],
         "zero_weights": False,
         "profiled": False,
     } | changes
