@@ -164,7 +164,7 @@ def project(
         )
     inputs = job_numbers(
         config,
-        run=", ".join(Path(file).name for file in files),
+        run=", ".join([*(Path(file).name for file in files), *overrides]),
         gpus=gpus,
         tokens=tokens,
         peak_flops=peak_flops,
@@ -272,7 +272,7 @@ def _pipeline(
 ) -> tuple[Pace, dict[str, Number]]:
     from ppruntime.calibration import read_calibration
     from ppruntime.order import make_order
-    from ppruntime.pipeline_projection import Parts, stage_costs
+    from ppruntime.pipeline_projection import HopCost, Parts, stage_costs
     from ppruntime.pipeline_projection import project as play
     from ppruntime.plan import cut
 
@@ -304,7 +304,12 @@ def _pipeline(
             efficiency=None if efficiency is None else efficiency / 100,
             gpu_flops=job.gpu_flops,
         ),
-        hops=_hops(config, plan, known, transfer_s, link),
+        hops=tuple(
+            HopCost(0.0, 0.0, Origin.MODELLED, "both stages are on one rank")
+            if plan[index].rank == plan[index + 1].rank
+            else hop
+            for index, hop in enumerate(_hops(config, plan, known, transfer_s, link))
+        ),
         per_step=_per_step(known, per_step_s),
         jitter=jitter or 0.0,
         seed=seed or 0,
@@ -335,6 +340,11 @@ def _hops(
     from ppruntime.pipeline_projection import HopCost, hop_costs
 
     num_hops = len(plan) - 1
+    if num_hops == 0:
+        for option, value in (("--transfer-s", transfer_s), ("--link", link)):
+            if value is not None:
+                raise ProjectionError(f"{option} has no effect on one stage; leave it out")
+        return ()
     if transfer_s is not None:
         if link is not None:
             raise ProjectionError("--link has no effect beside --transfer-s; leave one of them out")
@@ -352,8 +362,6 @@ def _hops(
         raise ProjectionError(
             "--link has no effect: no calibration has transfers; leave it out or add them"
         )
-    if num_hops == 0:
-        return ()
     raise ProjectionError(
         "nothing says how long a transfer takes; give --transfer-s, or a calibration with transfers"
     )

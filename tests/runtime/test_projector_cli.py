@@ -108,7 +108,7 @@ def test_another_run_brings_its_model_and_batch(command):
     found = json.loads(command(f"{tiny} train.num_micro_batches=16 --step-s 2 --json")[1])
     source = found["numbers"]["global_batch_tokens"]["source"]
     assert source.startswith("16 micro-batches x ")
-    assert source.endswith("; tiny.toml")
+    assert source.endswith("; tiny.toml, train.num_micro_batches=16")
     assert found["numbers"]["active_parameters"]["source"] == "the matmul sizes of tiny"
 
 
@@ -205,6 +205,19 @@ def test_the_documents_calibration_can_be_projected_from(command):
     assert "\nof the step, 0.00 % is measured, 0.00 % modelled, 100.00 % assumed\n" in out
 
 
+def test_one_stage_has_no_hops_and_a_v_has_one_for_free(command):
+    alone = "pp.size=1 pp.layers_per_stage=default pp.schedule=1f1b pp.warmup_step=default"
+    start = f"{alone} train.num_micro_batches=4 --gpus 8 --costs 1,1,1 --per-step-s 0.5"
+    assert json.loads(command(f"{start} --json")[1])["step_s"] == 12.5
+    text = "--transfer-s has no effect on one stage; leave it out\n"
+    assert command(f"{start} --transfer-s 0") == (2, "", text)
+    v_shape = "pp.size=2 pp.layers_per_stage=default pp.schedule=zb_v pp.warmup_step=default"
+    start = f"{v_shape} train.num_micro_batches=4 --gpus 16 --costs 1,1,1 --per-step-s 0"
+    numbers = json.loads(command(f"{start} --transfer-s 0.1 --json")[1])["numbers"]
+    assert [numbers[f"hop{hop}.forward_s"]["value"] for hop in range(3)] == [0.1, 0, 0.1]
+    assert numbers["hop1.forward_s"]["source"] == "both stages are on one rank"
+
+
 def test_jitter_slows_the_step_down_and_is_labelled(command):
     start = f"{PIPELINE} --gpus 64 --costs 0.3,0.4,0.3 --transfer-s 0 --per-step-s 0 --json"
     calm, shaken = (json.loads(command(start + extra)[1]) for extra in ("", " --jitter 0.1"))
@@ -298,7 +311,7 @@ def test_mistakes_are_one_sentence_and_exit_2(command, arguments, text):
 def test_a_run_config_that_is_its_own_cluster_needs_no_gpus(command):
     found = json.loads(command("--mfu 30 parallel.dp=3 --json")[1])
     assert (found["gpus"], found["global_batch_tokens"]) == (384, 320 * 8192 * 24)
-    assert found["numbers"]["gpus"]["source"] == "v41-flash-pp16.toml"
+    assert found["numbers"]["gpus"]["source"] == "v41-flash-pp16.toml, parallel.dp=3"
 
 
 # Output that nobody reads to its end
