@@ -1,10 +1,14 @@
 """Moving boundaries between stages: tensors, peers and slots; no op, no stage, no schedule.
 
-Start with `base.py`, what every transport promises. `local.py` and `p2p.py` (gloo, over
-`connection.py`) run anywhere; `nccl.py`, `copy_engine.py` and `put.py` on GPUs, over `device.py`,
-the first and the last of them over `communicators.py`.
-`per_channel.py` gives each channel its own kind, `agree.py` has all ranks compare what they are
-about to do; `slots.py` and `ledger.py` are receive buffers and the checks of every call, for all.
+Start with `base`, what every transport promises.
+
+all kinds     ledger (checks of every call), slots (receive buffers), agree (what ranks compare before
+              the first transfer), per_channel (each channel by its own kind), selftest (at start-up)
+anywhere      local (inside a process), p2p (gloo, over connection)
+GPUs          nccl (over communicators), copy_engine (over peer_memory), put
+on GPUs       device (order, events, deadlines, abort, for all three), watchdog, lives (dead peers),
+              ring (slots in turn), meeting (opening), background (calls that may hang)
+libraries     driver (libcuda), nccl_api and nccl_library (libnccl), by ctypes
 
 Imports torch and the standard library, nothing else of ppruntime.
 """
