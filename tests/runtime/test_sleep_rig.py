@@ -1,4 +1,4 @@
-"""Sleeping stages: the measured step is the timeline's, and torch's stages sleep as ours do."""
+"""Sleeping stages: the measured step is the timeline's; and the bench that prints so."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from ppruntime.channels import make_channels
 from ppruntime.clocks import OpTimes
@@ -17,12 +16,11 @@ from ppruntime.launch import bench_schedules, cli
 from ppruntime.launch.bench_schedules import Options
 from ppruntime.launch.executor_cost import executor_cost
 from ppruntime.launch.host_ranks import RankFailed, run_on_ranks
-from ppruntime.launch.schedule_results import Case, RigResult, TorchResult
-from ppruntime.launch.torch_rig import TORCH_CLASSES, SleepModule, TorchRig, TorchStep
+from ppruntime.launch.schedule_results import Case, RigResult
 from ppruntime.schedules import make
 from ppruntime.schedules.costs import Costs
 from ppruntime.schedules.counts import slots_held
-from ppruntime.schedules.ops import Kind, ScheduleError
+from ppruntime.schedules.ops import ScheduleError
 from ppruntime.sleep_rig import (
     DelayedTransport,
     RigStep,
@@ -51,7 +49,7 @@ def rig_steps(rank: int, cases: list[tuple[str, int, Costs, float]], num_steps: 
 
 
 def rig_results(run_ranks, orders: list[str], op_seconds: float) -> list[RigResult]:
-    """Three steps of each order on four ranks, unequal stages, a latency of one op."""
+    """Three steps of each order on four ranks, unequal stages, a latency of two ops."""
     cases = []
     for name in orders:
         placement = make(name, 4, 6).stage_to_rank
@@ -60,7 +58,7 @@ def rig_results(run_ranks, orders: list[str], op_seconds: float) -> list[RigResu
             tuple(op_seconds * 1.25 for _ in placement),
             tuple(op_seconds for _ in placement),
         )
-        cases.append((name, 6, costs, op_seconds))
+        cases.append((name, 6, costs, 2 * op_seconds))
     of_ranks = run_ranks(4, rig_steps, cases, 3, timeout_seconds=100)
     results = []
     for number, (name, num_micro_batches, costs, latency) in enumerate(cases):
@@ -84,39 +82,6 @@ def test_a_measured_step_takes_what_the_timeline_says(run_ranks):
     assert late == []
     # No noise makes a step shorter than what its stages were told to sleep.
     assert [str(r) for r in results if min(r.steps_ms) < r.nominal_ms] == []
-
-
-def torch_counts(rank: int) -> list[TorchStep]:
-    dist.init_process_group("gloo")
-    steps = []
-    for name in TORCH_CLASSES:
-        schedule = make(name, 2, 4)
-        rig = TorchRig(schedule)
-        steps.append(rig.step(Costs.even(0.002, 0.002, 0.002, schedule.stage_to_rank)))
-    dist.barrier()
-    dist.destroy_process_group()
-    return steps
-
-
-def test_torchs_stages_do_all_the_work_of_ours(run_ranks):
-    of_ranks = run_ranks(2, torch_counts)
-    for number, name in enumerate(TORCH_CLASSES):
-        schedule = make(name, 2, 4)
-        costs = Costs.even(0.002, 0.002, 0.002, schedule.stage_to_rank)
-        theirs = [rank[number] for rank in of_ranks]
-        result = TorchResult.of(schedule, costs, [(theirs, theirs)])
-        assert result.ratio == 1
-        assert result.work_ms == pytest.approx(24)
-        assert min(result.torch_ms) > result.work_ms
-
-
-def test_torch_steps_that_left_work_out_are_refused():
-    schedule = make("1f1b", 2, 4)
-    done = TorchStep(0.0, 1.0, {Kind.F: 4, Kind.I: 4, Kind.W: 4})
-    lazy = TorchStep(0.0, 1.0, {Kind.F: 4, Kind.I: 4, Kind.W: 3})
-    costs = Costs.even(0.1, 0.1, 0.1, schedule.stage_to_rank)
-    with pytest.raises(AssertionError, match="torch's rank 1 of 1f1b did W 3 times, not 4"):
-        TorchResult.of(schedule, costs, [([done, done], [done, lazy])])
 
 
 def test_a_failing_rank_is_reported_with_its_traceback_and_at_once():
@@ -241,25 +206,6 @@ def test_a_steps_errors_compare_its_median_with_both_timelines():
     assert result.error == pytest.approx(0.1)
     assert result.hop_ms is None
     assert result.nominal_error == pytest.approx(3.3 / 2.5 - 1)
-
-
-def test_torchs_split_backward_sleeps_for_the_weight_apart():
-    module = SleepModule(is_first=False)
-    x = torch.ones(1, 64, requires_grad=True)
-    y = module(x)
-    assert module.slept == {Kind.F: 1}
-    _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], module.parameters())
-    assert module.slept == {Kind.F: 1, Kind.I: 1}
-    assert torch.equal(x.grad, torch.ones_like(x))
-    stage_backward_weight(module.parameters(), groups)
-    assert module.slept == {Kind.F: 1, Kind.I: 1, Kind.W: 1}
-    assert torch.equal(module.weight.grad, torch.ones(64))
-
-
-def test_the_first_module_has_an_input_gradient_to_work_for_without_an_input_that_needs_one():
-    module = SleepModule(is_first=True)
-    module(torch.ones(1, 64)).sum().backward()
-    assert module.slept == {Kind.F: 1, Kind.I: 1, Kind.W: 1}
 
 
 @pytest.mark.parametrize(
