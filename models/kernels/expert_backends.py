@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppruntime.models import kernels
+
 _NEEDED = ("m_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_nt_contiguous", "set_num_sms")
 _REMEDY = 'use moe.compute.backend = "triton" to run without it'
 
@@ -62,7 +64,7 @@ def expert_kernels(backend: ExpertBackend) -> ExpertKernels:
         return ExpertKernels(**{name: getattr(moe_reference, name) for name in names})
     from ppruntime.models.kernels import deep_gemm, grouped_gemm, moe_layout, quantize, swiglu
 
-    kernels = ExpertKernels(
+    own = ExpertKernels(
         expert_layout=moe_layout.expert_layout,
         quantize_rows=quantize.quantize_rows,
         gather_rows=moe_layout.gather_rows,
@@ -76,9 +78,9 @@ def expert_kernels(backend: ExpertBackend) -> ExpertKernels:
         transpose_blocks=quantize.transpose_blocks,
     )
     if backend is ExpertBackend.TRITON:
-        return kernels
+        return own
     return replace(
-        kernels,
+        own,
         grouped_gemm=deep_gemm.grouped_gemm,
         grouped_weight_grad=deep_gemm.grouped_weight_grad,
     )
@@ -86,12 +88,13 @@ def expert_kernels(backend: ExpertBackend) -> ExpertKernels:
 
 def unavailable_reason(backend: ExpertBackend) -> str | None:
     """Why the backend cannot run here, in a sentence that says what to do; None if it can."""
-    if find_spec("triton") is None:
-        return (
-            f'moe.compute.backend = "{backend.value}" needs the package triton; '
-            "install ppruntime[triton]"
-        )
-    if backend is not ExpertBackend.DEEP_GEMM:
+    # The reference shares the kernels' files and types, not their device.
+    if backend is ExpertBackend.REFERENCE and find_spec("triton") is not None:
+        return None
+    reason = kernels.unavailable_reason("triton")
+    if reason is not None:
+        return f'moe.compute.backend = "{backend.value}": {reason}'
+    if backend is ExpertBackend.TRITON:
         return None
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return f'moe.compute.backend = "deep_gemm" needs a Hopper GPU (sm_90); {_REMEDY}'

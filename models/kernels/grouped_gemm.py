@@ -259,6 +259,9 @@ def grouped_weight_grad(
     assert 1 <= len(micro_batches) <= MOST_MICRO_BATCHES, len(micro_batches)
     assert accumulator_EAC.dtype is torch.float32, accumulator_EAC.dtype
     assert accumulator_EAC.is_contiguous(), accumulator_EAC.stride()
+    micro_batches = [operand for operand in micro_batches if operand.layout.num_rows]
+    if not micro_batches:
+        return
     operands: list[object] = []
     for left, right, layout in micro_batches:
         operands += [
@@ -267,9 +270,7 @@ def grouped_weight_grad(
             left.scale, right.scale, layout.start_E1,
         ]  # fmt: skip
     operands += [None] * (5 * (MOST_MICRO_BATCHES - len(micro_batches)))
-    left, right, layout = micro_batches[0]
-    if not layout.num_rows:
-        return
+    left, right, _ = micro_batches[0]
     num_tiles = num * (left_width // tile.rows) * (right_width // tile.columns)
     _grouped_weight_grad[(_num_programs(num_tiles, tile, gemm_sms),)](
         accumulator_EAC, num, *operands,

@@ -59,7 +59,8 @@ def _rounded(x: Tensor, scale: Tensor) -> Tensor:
 
 def quantize_rows_reference(x_NC: Tensor, *, power_of_two: bool) -> Quantized:
     """Row groups: data [N, C], scale [N, G]."""
-    groups = x_NC.view(x_NC.shape[0], -1, GROUP)
+    num_rows, channels = x_NC.shape
+    groups = x_NC.view(num_rows, channels // GROUP, GROUP)
     scale_NG = scale_of(groups.abs().amax(-1), power_of_two=power_of_two)
     return Quantized(_rounded(groups, scale_NG.unsqueeze(-1)).view(x_NC.shape), scale_NG)
 
@@ -68,10 +69,11 @@ def quantize_columns_reference(
     x_PC: Tensor, *, power_of_two: bool, tile_scales: bool = False
 ) -> Quantized:
     """Column groups: data [P/128, C, 128], scale [P/128, C]; tiles: scale [P/128, G]."""
-    blocks_BCR = x_PC.view(-1, GROUP, x_PC.shape[1]).transpose(1, 2)
+    num_rows, channels = x_PC.shape
+    blocks_BCR = x_PC.view(num_rows // GROUP, GROUP, channels).transpose(1, 2)
     largest_BC = blocks_BCR.abs().amax(-1)
     if tile_scales:
-        largest_BG = largest_BC.view(len(largest_BC), -1, GROUP).amax(-1)
+        largest_BG = largest_BC.view(num_rows // GROUP, channels // GROUP, GROUP).amax(-1)
         scale = scale_of(largest_BG, power_of_two=power_of_two)
         per_column = scale.repeat_interleave(GROUP, dim=1)
     else:

@@ -1,0 +1,162 @@
+"""The FP8 GEMMs and the SwiGLU between them, against fp64 of the same FP8 values."""
+
+import pytest
+import torch
+from fp8_cases import DEVICE, ON_GPU, distance, needed, random_routing, values
+
+from ppruntime.models.kernels import grouped_gemm, moe_layout, moe_reference, quantize, swiglu
+from ppruntime.models.kernels.grouped_gemm import Tile, WeightGradOperands
+from ppruntime.models.kernels.quantize import Quantized
+
+pytestmark = pytest.mark.gpu if ON_GPU else []
+WIDTH = 512 if ON_GPU else 256
+ROUTINGS = {
+    "an expert without rows": random_routing(60, 2, 4, experts=[0, 1, 3]),
+    "all to one expert": torch.full((150, 1), 1, device=DEVICE),
+    "one token": random_routing(1, 2, 4),
+    "some routed nowhere": random_routing(40, 2, 4, unrouted=0.3),
+}
+CASES = pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS.keys())
+
+
+def operands(routing, outs=WIDTH, ins=256, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    layout = moe_layout.expert_layout_reference(routing, 4)
+    x = torch.randn(len(routing), ins, generator=generator).to(DEVICE)
+    weight = torch.randn(4, outs, ins, generator=generator).to(DEVICE) * 0.05
+    x8 = quantize.quantize_rows_reference(x, power_of_two=False)
+    rows = Quantized(*moe_reference.gather_rows(x8.data, layout, x8.scale))
+    return layout, rows, quantize.quantize_blocks_reference(weight), x, weight
+
+
+def exact(rows, weights, layout):
+    """fp64 of the same FP8 values."""
+    x = quantize.dequantize_rows(Quantized(rows.data, rows.scale.t())).double()
+    w = quantize.dequantize_blocks(weights).double()
+    y = x.new_zeros(len(x), w.shape[1])
+    for block, expert in enumerate(layout.expert_B.tolist()):
+        if expert >= 0:
+            y[block * 128 : block * 128 + 128] = x[block * 128 : block * 128 + 128] @ w[expert].t()
+    return y
+
+
+@CASES
+def test_rows_times_their_experts_weights(routing):
+    layout, rows, weights, _, _ = operands(routing)
+    live = layout.pair_P >= 0
+    expected = exact(rows, weights, layout)[live]
+    got = grouped_gemm.grouped_gemm(rows, weights, layout)
+    assert distance(got[live], expected) < 3e-3
+    reference = grouped_gemm.grouped_gemm_reference(rows, weights, layout)
+    assert distance(reference[live], expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "tile", [Tile(rows=128, num_warps=8, group=2), Tile(columns=64, group=1), Tile(rows=128)]
+)
+@pytest.mark.parametrize("gemm_sms", [None, 3])
+def test_no_tile_and_no_number_of_multiprocessors_changes_a_bit(tile, gemm_sms):
+    layout, rows, weights, _, _ = operands(ROUTINGS["an expert without rows"])
+    live = layout.pair_P >= 0
+    usual = grouped_gemm.grouped_gemm(rows, weights, layout)
+    other = grouped_gemm.grouped_gemm(rows, weights, layout, tile=tile, gemm_sms=gemm_sms)
+    assert torch.equal(usual[live], other[live])
+
+
+def test_one_gemm_loses_what_fp8_loses_and_no_more():
+    layout, rows, weights, x, weight = operands(ROUTINGS["some routed nowhere"])
+    live = layout.pair_P >= 0
+    token_P = layout.pair_P[live].long() // 2
+    expert_P = layout.expert_B.repeat_interleave(128)[live].long()
+    true = torch.einsum("ri,roi->ro", x[token_P].double(), weight[expert_P].double())
+    got = grouped_gemm.grouped_gemm(rows, weights, layout)[live]
+    assert 0.02 < distance(got, true) < 0.045
+
+
+def micro_batch(routing, left, right, seed, *, tile_scales=False):
+    generator = torch.Generator().manual_seed(seed)
+    layout = moe_layout.expert_layout_reference(routing, 4)
+
+    def columns(channels, tiles):
+        pool = torch.randn(layout.num_rows, channels, generator=generator).to(DEVICE)
+        pool[layout.pair_P < 0] = 0
+        return needed(
+            quantize.quantize_columns_reference(pool, power_of_two=False, tile_scales=tiles), layout
+        )
+
+    return WeightGradOperands(columns(left, tile_scales), columns(right, False), layout)
+
+
+@CASES
+@pytest.mark.parametrize("tile_scales", [False, True], ids=["columns", "tiles"])
+def test_weight_gradients_are_added_to_the_accumulator(routing, tile_scales):
+    operand = micro_batch(routing, 256, 128, 0, tile_scales=tile_scales)
+    start = torch.randn(4, 256, 128, device=DEVICE)
+    got = start.clone()
+    grouped_gemm.grouped_weight_grad(got, [operand])
+    left = quantize.dequantize_columns(operand.left).double()
+    right = quantize.dequantize_columns(operand.right).double()
+    expected = torch.zeros(4, 256, 128, device=DEVICE, dtype=torch.float64)
+    starts = operand.layout.start_E1.tolist()
+    for expert in range(4):
+        rows = slice(starts[expert], starts[expert + 1])
+        expected[expert] = left[rows].t() @ right[rows]
+    assert distance(got.double() - start, expected) < 5e-6
+    untouched = operand.layout.count_E == 0
+    assert torch.equal(got[untouched], start[untouched])
+
+
+@pytest.mark.parametrize("num", [2, 3, 4])
+def test_one_launch_for_several_micro_batches_has_the_bits_of_one_each(num):
+    names = list(ROUTINGS)
+    batches = [micro_batch(ROUTINGS[names[i]], 128, 256, i) for i in range(num)]
+    together = torch.randn(4, 128, 256, device=DEVICE)
+    apart = together.clone()
+    grouped_gemm.grouped_weight_grad(together, batches, gemm_sms=2)
+    for batch in batches:
+        grouped_gemm.grouped_weight_grad(apart, [batch])
+    assert torch.equal(together, apart)
+
+
+@CASES
+@pytest.mark.parametrize("limit", [10.0, 0.5])
+def test_swiglu_equals_the_reference_and_hides_padding(routing, limit):
+    layout = moe_layout.expert_layout_reference(routing, 4)
+    generator = torch.Generator().manual_seed(3)
+    z = torch.randn(layout.num_rows, 256, generator=generator).to(DEVICE).bfloat16()
+    weight = torch.rand(routing.shape, generator=generator).to(DEVICE)
+    expected = moe_reference.swiglu(z, weight, layout, limit, power_of_two=False)
+    z[layout.pair_P < 0] = torch.nan  # a skipped half block holds anything
+    got = swiglu.swiglu(z, weight, layout, limit, power_of_two=False)
+    close(rows_of(got, layout), rows_of(expected, layout))
+
+
+@CASES
+@pytest.mark.parametrize("limit", [10.0, 0.5])
+def test_the_swiglus_closed_gradients_equal_autograds(routing, limit):
+    layout = moe_layout.expert_layout_reference(routing, 4)
+    generator = torch.Generator().manual_seed(4)
+    z = torch.randn(layout.num_rows, 256, generator=generator).to(DEVICE).bfloat16()
+    grad = torch.randn(layout.num_rows, 128, generator=generator).to(DEVICE).bfloat16()
+    weight = torch.rand(routing.shape, generator=generator).to(DEVICE)
+    expected = moe_reference.swiglu_backward(z, grad, weight, layout, limit, power_of_two=False)
+    z[layout.pair_P < 0] = torch.nan
+    grad[layout.pair_P < 0] = torch.nan
+    got = swiglu.swiglu_backward(z, grad, weight, layout, limit, power_of_two=False)
+    close(rows_of(got.rows, layout), rows_of(expected.rows, layout))
+    for name in ("columns", "inner_columns"):
+        close(needed(getattr(got, name), layout), needed(getattr(expected, name), layout))
+    torch.testing.assert_close(got.weight_NK, expected.weight_NK, rtol=1e-4, atol=1e-5)
+
+
+def rows_of(rows, layout):
+    used = int(layout.start_E1[-1])
+    return Quantized(rows.data[:used], rows.scale[:, :used])
+
+
+def close(got, expected):
+    """The same but for the last bit of exp: scales nearly equal, few values one step apart."""
+    torch.testing.assert_close(got.scale, expected.scale, rtol=1e-5, atol=0)
+    a, b = values(got.data), values(expected.data)
+    assert (a != b).double().mean() < 1e-3
+    torch.testing.assert_close(a, b, rtol=0.13, atol=2**-9)
