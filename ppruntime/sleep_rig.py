@@ -29,7 +29,8 @@ from ppruntime.transports import open_transport
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, Transport
 
 _PAYLOAD = Boundary((TensorSpec("streams", (1,), torch.float64),))
-"""The time of the send, in seconds. One small tensor, so that packing takes next to nothing."""
+"""The time of the send, in seconds, where a latency is injected. One small tensor, so that packing
+takes next to nothing."""
 
 _HEAD_START_SECONDS = 0.005
 """Ranks hear of the common start this long before it, time enough on a busy host."""
@@ -77,13 +78,13 @@ class DelayedTransport:
         self.step_end, self.abort, self.close = inner.step_end, inner.abort, inner.close
 
     def send(self, channel: Channel, micro_batch: int, tensors: Sequence[Tensor]) -> None:
-        del tensors  # the message is the time
-        sent = torch.tensor([time.perf_counter()], dtype=torch.float64)
-        self._inner.send(channel, micro_batch, (sent,))
+        if self.latency_seconds:  # else not even a stamp: nothing is to delay a message
+            tensors = (torch.tensor([time.perf_counter()], dtype=torch.float64),)
+        self._inner.send(channel, micro_batch, tensors)
 
     def take(self, channel: Channel, micro_batch: int) -> tuple[Tensor, ...]:
         tensors = self._inner.take(channel, micro_batch)
-        if channel.src_rank != channel.dst_rank:
+        if self.latency_seconds and channel.src_rank != channel.dst_rank:
             sleep_until(tensors[0].item() + self.latency_seconds)
         return tensors
 
