@@ -305,8 +305,8 @@ def _variants() -> list[tuple[str, str, float, Callable[[Inputs], Call]]]:
 
         return make
 
-    forwards = dict.fromkeys((kernels.FORWARD_TILES, *kernels.FORWARD_TILES_TO_TRY))
-    backwards = dict.fromkeys((kernels.BACKWARD_TILES, *kernels.BACKWARD_TILES_TO_TRY))
+    forwards = kernels.FORWARD_TILES_TO_TRY
+    backwards = kernels.BACKWARD_TILES_TO_TRY
     return [("forward", str(tiles), 1.0, forward(tiles)) for tiles in forwards] + [
         (part, str(tiles), 2.5, backward(tiles, deterministic))
         for deterministic, part in ((False, "backward"), (True, "backward, fixed"))

@@ -1,7 +1,8 @@
 """Faster versions of the models' operations, each beside its readable reference.
 
-sparse_attention    attention to listed keys, forward and backward, in Triton
-                    (reference: models/sparse_attention.py)
+sparse_attention    attention to listed keys, forward and backward; reference:
+                    models/sparse_attention.py. Kernels: sparse_attention_kernels in Triton, any
+                    shape; sparse_attention_hopper in Gluon, the models' full width on a Hopper
 
 Every operation is a registered `torch.library` op named `ppruntime::...`, so that activation
 checkpointing can save it by name and a compiled graph holds it as one node. Nothing here is

@@ -1,5 +1,8 @@
 """Sparse attention in Triton: the same function as models/sparse_attention.py, for Hopper.
 
+The op, its launches and what it checks. The kernels are in sparse_attention_kernels.py (Triton, any
+shape) and sparse_attention_hopper.py (Gluon, the models' full width on a Hopper).
+
 One program per query: its H heads are the rows of every product, its listed keys are gathered
 `block` slots at a time. The forward is an online softmax. The backward computes the weights again
 from the saved log-sum-exp and gives dq to the query, and to each listed key, which is a value too,
@@ -20,8 +23,11 @@ Sources: online softmax and its backward as in Dao 2023 (FlashAttention-2), algo
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -40,18 +46,37 @@ class Tiles:
     block: int
     num_warps: int
     num_stages: int
+    hopper: bool = False
+    """The Gluon kernels, which set their own pipeline: `fits_hopper` says for which inputs."""
 
     def __str__(self) -> str:
+        if self.hopper:
+            return "hopper"
         return f"{self.block} slots, {self.num_warps} warps, {self.num_stages} stages"
 
 
+HOPPER_TILES = Tiles(64, 8, 1, hopper=True)
 FORWARD_TILES = Tiles(64, 8, 2)
 BACKWARD_TILES = Tiles(64, 8, 1)
 """One stage: the query's q and dout and one block of keys fill the shared memory."""
 
-FORWARD_TILES_TO_TRY = (Tiles(32, 8, 3), Tiles(32, 8, 5), Tiles(64, 16, 2))
-BACKWARD_TILES_TO_TRY = (Tiles(64, 16, 1), Tiles(32, 8, 1))
-"""What the bench measures beside them."""
+FORWARD_TILES_TO_TRY = (FORWARD_TILES, Tiles(32, 8, 5), HOPPER_TILES)
+BACKWARD_TILES_TO_TRY = (BACKWARD_TILES, HOPPER_TILES)
+"""What the bench measures."""
+
+_PREFER_HOPPER = True
+
+
+def fits_hopper(q_BTHK: Tensor, num_pairs: int) -> bool:
+    """Whether the Gluon kernels take these queries: bf16, 64 heads of 512 channels, on a Hopper."""
+    return (
+        q_BTHK.is_cuda
+        and torch.cuda.get_device_capability(q_BTHK.device)[0] == 9
+        and q_BTHK.dtype is torch.bfloat16
+        and q_BTHK.shape[2:] == (64, 512)
+        and num_pairs in (0, 32)
+        and importlib.util.find_spec("triton.experimental.gluon") is not None
+    )
 
 
 def sparse_attention(
@@ -198,17 +223,19 @@ def run_forward(
     cos_BTP: Tensor | None = None,
     sin_BTP: Tensor | None = None,
     *,
-    tiles: Tiles = FORWARD_TILES,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) as the op gives them; no gradient. The bench picks `tiles`."""
+    """(out, lse) as the op gives them; no gradient. The bench picks `tiles`, others leave it."""
     _check_inputs(q_BTHK, keys_BNK, slots_BTW, sink_H, cos_BTP, sin_BTP)
     batch, num_queries, num_heads, width = q_BTHK.shape
     out_BTHK = torch.empty_like(q_BTHK, memory_format=torch.contiguous_format)
     lse_BTH = q_BTHK.new_empty(q_BTHK.shape[:-1], dtype=torch.float32)
     if q_BTHK.numel() == 0:
         return out_BTHK, lse_BTH
-    scale_log2 = width**-0.5 * math.log2(math.e)
-    forward_kernel[(batch * num_queries,)](
+    num_pairs = 0 if cos_BTP is None else cos_BTP.shape[-1]
+    tiles = tiles or _tiles(q_BTHK, num_pairs, FORWARD_TILES)
+    kernel = _hopper().forward_kernel if tiles.hopper else forward_kernel
+    kernel[(batch * num_queries,)](
         q_BTHK.contiguous(),
         keys_BNK.contiguous(),
         slots_BTW.contiguous(),
@@ -220,10 +247,10 @@ def run_forward(
         num_queries,
         keys_BNK.shape[1],
         slots_BTW.shape[2],
-        scale_log2,
+        width**-0.5 * math.log2(math.e),
         H=num_heads,
         K=width,
-        P=0 if cos_BTP is None else cos_BTP.shape[-1],
+        P=num_pairs,
         BLOCK=tiles.block,
         ALL_SLOTS=_padded(slots_BTW.shape[2]),
         num_warps=tiles.num_warps,
@@ -244,9 +271,9 @@ def run_backward(
     lse_BTH: Tensor,
     *,
     deterministic: bool,
-    tiles: Tiles = BACKWARD_TILES,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dkeys, dsink) as the op gives them. The bench picks `tiles`."""
+    """(dq, dkeys, dsink) as the op gives them. The bench picks `tiles`, others leave it."""
     batch, num_queries, num_heads, width = q_BTHK.shape
     dq_BTHK = torch.empty_like(q_BTHK, memory_format=torch.contiguous_format)
     dsink_BTH = torch.empty_like(lse_BTH)
@@ -255,7 +282,10 @@ def run_backward(
     sums_dtype = torch.int64 if deterministic else torch.float32
     sums_BNK = torch.zeros(keys_BNK.shape, dtype=sums_dtype, device=keys_BNK.device)
     unit = _fixed_point_unit(dout_BTHK, q_BTHK, keys_BNK) if deterministic else None
-    backward_kernel[(batch * num_queries,)](
+    num_pairs = 0 if cos_BTP is None else cos_BTP.shape[-1]
+    tiles = tiles or _tiles(q_BTHK, num_pairs, BACKWARD_TILES)
+    kernel = _hopper().backward_kernel if tiles.hopper else backward_kernel
+    kernel[(batch * num_queries,)](
         dout_BTHK.contiguous(),
         q_BTHK.contiguous(),
         keys_BNK.contiguous(),
@@ -275,7 +305,7 @@ def run_backward(
         width**-0.5,
         H=num_heads,
         K=width,
-        P=0 if cos_BTP is None else cos_BTP.shape[-1],
+        P=num_pairs,
         BLOCK=tiles.block,
         ALL_SLOTS=_padded(slots_BTW.shape[2]),
         num_warps=tiles.num_warps,
@@ -286,8 +316,18 @@ def run_backward(
     return dq_BTHK, sums_BNK.to(keys_BNK.dtype), dsink_BTH.sum((0, 1)).to(sink_H.dtype)
 
 
+def _tiles(q_BTHK: Tensor, num_pairs: int, otherwise: Tiles) -> Tiles:
+    return HOPPER_TILES if _PREFER_HOPPER and fits_hopper(q_BTHK, num_pairs) else otherwise
+
+
+def _hopper() -> ModuleType:
+    # Where Triton has no Gluon, nothing asks for this.
+    return importlib.import_module("ppruntime.models.kernels.sparse_attention_hopper")
+
+
 def _padded(num_slots: int) -> int:
-    return max(16, 1 << (num_slots - 1).bit_length())
+    """A power of two that holds the list; the usual lengths share one, and so one kernel."""
+    return max(1024, 1 << (num_slots - 1).bit_length())
 
 
 def _fixed_point_unit(dout_BTHK: Tensor, q_BTHK: Tensor, keys_BNK: Tensor) -> Tensor:

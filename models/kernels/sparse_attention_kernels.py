@@ -19,6 +19,9 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """The interpreter multiplies bf16 tiles as if they were integers: there they are widened first."""
 
+SIZES = ("num_queries", "num_keys", "num_slots")
+"""Arguments for whose values nothing is compiled anew."""
+
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _NO_SINK = tl.constexpr(-1e30)
 
@@ -44,7 +47,7 @@ def _turn(x, cos_ptr, sin_ptr, K: tl.constexpr, P: tl.constexpr, SIGN: tl.conste
     return tl.reshape(turned, [x.shape[0], K])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     q_ptr,
     keys_ptr,
@@ -108,7 +111,7 @@ def forward_kernel(
     tl.store(lse_ptr + query * H + heads, (top + tl.log2(total)) / _LOG2_E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
     dout_ptr,
     q_ptr,

@@ -1,14 +1,20 @@
-"""The Triton sparse attention against the readable reference.
+"""The sparse attention kernels against the readable reference.
 
-On the CPU the kernels run in Triton's interpreter, at small shapes; on a GPU at the models' width.
+On the CPU at small shapes: the Triton kernels in Triton's interpreter, the Gluon ones simulated. On
+a GPU at the models' width.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from simulated_gluon import simulated
 from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -25,6 +31,7 @@ from ppruntime.models.kernels import unavailable_reason
 from ppruntime.models.rope import Rotation, rotate
 from ppruntime.models.sparse_attention import sparse_attention as reference
 
+ROOT = Path(__file__).parents[2]
 on_gpu = torch.cuda.is_available()
 interpreted = pytest.mark.skipif(on_gpu, reason="small shapes, for the interpreter")
 
@@ -379,6 +386,85 @@ def test_what_cannot_run_says_why():
         unavailable_reason("tritn")
 
 
+# The Gluon kernels, simulated
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """The op runs the Gluon kernels, on any inputs."""
+    from ppruntime.models.kernels import sparse_attention_hopper
+
+    for name in ("forward_kernel", "backward_kernel"):
+        kernel = getattr(sparse_attention_hopper, name)
+        monkeypatch.setattr(sparse_attention_hopper, name, simulated(kernel))
+    monkeypatch.setattr(kernels, "fits_hopper", lambda *_: True)
+
+
+@interpreted
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"batch": 2, "queries": 5},
+        {"pairs": 16, "batch": 2, "width": 128},
+        {"slots": 1, "keys": 1},
+        {"slots": 64, "keys": 9},
+        {"slots": 257, "keys": 33},
+    ],
+    ids=str,
+)
+def test_simulated_gluon_kernels_give_the_references_numbers(sizes, deterministic):
+    case = Case(dtype=torch.bfloat16, **sizes)
+    if case.slots.shape[-1] > 1:
+        case.slots[:, 0] = -1
+        case.slots[:, 1, : case.slots.shape[-1] * 2 // 3] = -1
+    check(case, deterministic=deterministic)
+
+
+@interpreted
+@pytest.mark.usefixtures("hopper")
+def test_simulated_gluon_kernels_treat_odd_inputs_as_the_others_do():
+    case = Case(dtype=torch.bfloat16, queries=2)
+    other = permuted(case)
+    key_gradients = [x.kernel(deterministic=True)[2] for x in (case, other)]
+    assert torch.equal(*key_gradients)
+    case.sink[:] = -torch.inf
+    case.slots[:, 0] = -1
+    found = case.kernel()
+    assert all(x.isfinite().all() for x in found)
+    assert not found[3].any()
+    case.slots[0, 1, 3] = 40
+    out = case.kernel()[0]
+    assert out[0, 1].isnan().all()
+    assert not out[0, 0].any()
+
+
+@pytest.mark.slow
+def test_gluon_kernels_compile_to_wide_products_and_copies_and_fit(tmp_path):
+    # In a process of its own: the interpreter leaves the language changed.
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "compile_sparse_attention.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert set(found) == {"forward", "backward", "backward, deterministic"}
+    for name, kernel in found.items():
+        assert kernel["shared_bytes"] <= 227 * 1024, name
+        assert kernel["local_bytes"] <= 256, f"{name} spills"
+        assert kernel["wgmma"].get("m64n256k16", 0) == 4, name
+        assert kernel["copies"].keys() == {"cp.async.cg 16"}, f"{name}: copies of 16 bytes each"
+    assert found["forward"]["wgmma"]["m64n32k16"] == 32, "scores are worked out once"
+    assert found["backward"]["wgmma"]["m64n64k16"] == 64, "scores are worked out once"
+
+
 # At the models' width, on a GPU
 
 
@@ -397,7 +483,17 @@ def check_wide(case: Case, **options: bool) -> None:
         assert error < 6e-3, f"{name}: {error:.1e}"
 
 
+@pytest.fixture(params=["triton", "gluon"])
+def family(request, monkeypatch):
+    """Both kinds of kernels in turn."""
+    if request.param == "triton":
+        monkeypatch.setattr(kernels, "fits_hopper", lambda *_: False)
+    elif on_gpu and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the Gluon kernels are for Hopper")
+
+
 @gpu
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     "sizes",
@@ -417,6 +513,7 @@ def test_at_full_width_output_and_gradients_are_the_references(sizes, determinis
 
 
 @gpu
+@pytest.mark.usefixtures("family")
 def test_at_full_width_empty_lists_and_documents_of_one_token_work():
     case = wide_case(queries=65, keys=65)
     case.slots[:, 3:9] = -1
@@ -430,6 +527,7 @@ def test_at_full_width_empty_lists_and_documents_of_one_token_work():
 
 
 @gpu
+@pytest.mark.usefixtures("family")
 def test_at_full_width_scores_in_the_hundreds_work():
     case = wide_case(scale=5.0)
     found, expected = case.kernel(), case.expected(torch.float32)
@@ -438,6 +536,7 @@ def test_at_full_width_scores_in_the_hundreds_work():
 
 
 @gpu
+@pytest.mark.usefixtures("family")
 def test_on_a_gpu_all_but_the_fast_key_gradients_repeat_bitwise():
     case = wide_case(queries=1000, keys=300)
     out, dq, dkeys, dsink = case.kernel(deterministic=True)
@@ -453,6 +552,7 @@ def test_on_a_gpu_all_but_the_fast_key_gradients_repeat_bitwise():
 
 
 @gpu
+@pytest.mark.usefixtures("family")
 def test_on_a_gpu_the_order_of_queries_does_not_matter_to_deterministic_key_gradients():
     case = wide_case(queries=1000, keys=300, pairs=0)
     other = permuted(case)
@@ -460,6 +560,7 @@ def test_on_a_gpu_the_order_of_queries_does_not_matter_to_deterministic_key_grad
 
 
 @gpu
+@pytest.mark.usefixtures("family")
 def test_on_a_gpu_compiled_and_checkpointed_are_as_eager():
     case = wide_case()
     expected = case.kernel(deterministic=True)
