@@ -45,7 +45,7 @@ class _DeferrableExpertLinear(torch.autograd.Function):
         queue: WeightGradQueue | None,
     ) -> Tensor:
         ctx.save_for_backward(x_RI, weight_EOI)
-        ctx.rows_per_expert, ctx.queue = rows_per_expert, queue
+        ctx.rows_per_expert, ctx.queue, ctx.parameter = rows_per_expert, queue, weight_EOI
         y_RO = x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1])
         for expert, rows in _slices(rows_per_expert):
             torch.mm(x_RI[rows], weight_EOI[expert].t(), out=y_RO[rows])
@@ -70,7 +70,7 @@ class _DeferrableExpertLinear(torch.autograd.Function):
                 torch.mm(grad_RO[rows].t(), inputs_RI[rows], out=grad_EOI[expert])
             return grad_EOI
 
-        return grad_x, now_or_later(ctx.queue, weight_EOI, weight_grad), None, None
+        return grad_x, now_or_later(ctx.queue, ctx.parameter, weight_grad), None, None
 
 
 class ExpertLinear(Deferrable):

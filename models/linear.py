@@ -65,6 +65,8 @@ def now_or_later(
 ) -> Tensor | None:
     """The weight gradient that `compute` gives, for autograd; or None: it waits in the queue.
 
+    `weight` is the parameter that the forward was given, not what autograd saved of it: under
+    activation checkpointing that is a copy's alias, and a gradient left there is lost.
     `compute` should hold detached operands: a task must not keep the autograd graph alive.
     """
     if queue is None or not queue.deferring:
@@ -86,7 +88,7 @@ class _DeferrableLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, queue: WeightGradQueue | None, fp32_output: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.queue = queue
+        ctx.queue, ctx.parameter = queue, weight
         if not fp32_output or x.dtype in (torch.float32, torch.float64):
             return functional.linear(x, weight)
         if x.is_cuda:
@@ -102,7 +104,7 @@ class _DeferrableLinear(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return grad_x, None, None, None
         grad_NO, x_NI = grad.reshape(-1, grad.shape[-1]), x.detach().reshape(-1, x.shape[-1])
-        grad_weight = now_or_later(ctx.queue, weight, lambda: grad_NO.t() @ x_NI)
+        grad_weight = now_or_later(ctx.queue, ctx.parameter, lambda: grad_NO.t() @ x_NI)
         return grad_x, grad_weight, None, None
 
 
@@ -137,7 +139,7 @@ class _DeferrableGroupedLinear(torch.autograd.Function):
         ctx: Any, x_NGI: Tensor, weight_GOI: Tensor, queue: WeightGradQueue | None
     ) -> Tensor:
         ctx.save_for_backward(x_NGI, weight_GOI)
-        ctx.queue = queue
+        ctx.queue, ctx.parameter = queue, weight_GOI
         return torch.einsum("ngi,goi->ngo", x_NGI, weight_GOI)
 
     @staticmethod
@@ -150,7 +152,9 @@ class _DeferrableGroupedLinear(torch.autograd.Function):
             return grad_x, None, None
         inputs_NGI = x_NGI.detach()
         grad_weight = now_or_later(
-            ctx.queue, weight_GOI, lambda: torch.einsum("ngo,ngi->goi", grad_NGO, inputs_NGI)
+            ctx.queue,
+            ctx.parameter,
+            lambda: torch.einsum("ngo,ngi->goi", grad_NGO, inputs_NGI),
         )
         return grad_x, grad_weight, None
 
