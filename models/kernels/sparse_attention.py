@@ -23,6 +23,7 @@ Sources: online softmax and its backward as in Dao 2023 (FlashAttention-2), algo
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import math
@@ -64,7 +65,10 @@ FORWARD_TILES_TO_TRY = (FORWARD_TILES, Tiles(32, 8, 5), HOPPER_TILES)
 BACKWARD_TILES_TO_TRY = (BACKWARD_TILES, HOPPER_TILES)
 """What the bench measures."""
 
-_PREFER_HOPPER = True
+
+@functools.cache
+def _has_gluon() -> bool:
+    return importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
 def fits_hopper(q_BTHK: Tensor, num_pairs: int) -> bool:
@@ -75,7 +79,7 @@ def fits_hopper(q_BTHK: Tensor, num_pairs: int) -> bool:
         and q_BTHK.dtype is torch.bfloat16
         and q_BTHK.shape[2:] == (64, 512)
         and num_pairs in (0, 32)
-        and importlib.util.find_spec("triton.experimental.gluon") is not None
+        and _has_gluon()
     )
 
 
@@ -317,7 +321,7 @@ def run_backward(
 
 
 def _tiles(q_BTHK: Tensor, num_pairs: int, otherwise: Tiles) -> Tiles:
-    return HOPPER_TILES if _PREFER_HOPPER and fits_hopper(q_BTHK, num_pairs) else otherwise
+    return HOPPER_TILES if fits_hopper(q_BTHK, num_pairs) else otherwise
 
 
 def _hopper() -> ModuleType:
