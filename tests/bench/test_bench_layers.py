@@ -47,7 +47,7 @@ def test_its_lists_hold_a_causal_window_and_visible_entries():
 
 def test_a_row_counts_flops_per_median():
     row = bench_layers.Row("forward", "hopper", 640, 2e12, [4.0, 2.0, 1.0])
-    assert row.record()["teraflops"] == 1000.0
+    assert row.record()["teraflops"] == pytest.approx(1000)
     assert row.record()["spread"] == 3.0
     assert "1000 TFLOP/s" in str(row)
     assert "failed: no" in str(bench_layers.Row("forward", "x", 640, 1.0, failure="no"))
