@@ -4,7 +4,14 @@ import pytest
 import torch
 from fp8_cases import DEVICE, ON_GPU, distance, needed, random_routing, values
 
-from ppruntime.models.kernels import grouped_gemm, moe_layout, moe_reference, quantize, swiglu
+from ppruntime.models.kernels import (
+    deep_gemm,
+    grouped_gemm,
+    moe_layout,
+    moe_reference,
+    quantize,
+    swiglu,
+)
 from ppruntime.models.kernels.grouped_gemm import Tile, WeightGradOperands
 from ppruntime.models.kernels.quantize import Quantized
 
@@ -116,6 +123,36 @@ def test_one_launch_for_several_micro_batches_has_the_bits_of_one_each(num):
     for batch in batches:
         grouped_gemm.grouped_weight_grad(apart, [batch])
     assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("tile_scales", [False, True], ids=["columns", "tiles"])
+def test_deep_gemm_gets_each_experts_rows_of_all_micro_batches_as_one_matrix(tile_scales):
+    names = list(ROUTINGS)
+    batches = [
+        micro_batch(ROUTINGS[names[i]], 256, 128, i, tile_scales=tile_scales) for i in (0, 1, 3)
+    ]
+    layouts = [batch.layout for batch in batches]
+    # Pools have room to spare in training: their unneeded blocks are not copied.
+    pools = [
+        Quantized(*(torch.cat([t, t[:1]]) for t in batch.left)) if i == 1 else batch.left
+        for i, batch in enumerate(batches)
+    ]
+    dense = deep_gemm.dense_columns(pools, layouts)
+    parts = [quantize.dequantize_columns(batch.left) for batch in batches]
+    place = 0
+    for expert in range(4):
+        pieces = [
+            part[int(layout.start_E1[expert]) : int(layout.start_E1[expert + 1])]
+            for part, layout in zip(parts, layouts, strict=True)
+        ]
+        expected_RC = torch.cat(pieces)
+        num_rows = len(expected_RC)
+        matrix_CR = dense.data[place * 256 : (place + num_rows) * 256].view(256, num_rows).float()
+        scale = dense.scale[place // 128 : (place + num_rows) // 128]
+        got_RC = matrix_CR.t() * scale.repeat_interleave(128, dim=0)
+        assert torch.equal(got_RC, expected_RC)
+        place += num_rows
+    assert place == sum(int(layout.start_E1[-1]) for layout in layouts)
 
 
 @CASES

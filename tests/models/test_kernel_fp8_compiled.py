@@ -1,0 +1,77 @@
+"""The FP8 kernels as Hopper code: tensor-core products, wide accesses, nothing spilled."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow  # about 20 s: each kernel at V4.1's widths
+TESTS = Path(__file__).parent.parent
+
+
+def test_kernels_compile_for_hopper_without_spills():
+    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    run = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=250
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    print(run.stdout)
+
+
+def _compile_all():
+    import torch
+    from offline_compile import captured
+
+    from ppruntime.models.kernels import grouped_gemm, moe_layout, quantize, swiglu
+    from ppruntime.models.kernels.grouped_gemm import WeightGradOperands
+    from ppruntime.models.kernels.quantize import Quantized, columns_like, pool_rows_like
+
+    def meta(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    experts, hidden, width, tokens, per_token = 48, 5120, 2304, 8192, 6
+    rows = moe_layout.most_rows(tokens * per_token, experts)
+    sizes = ((rows,), (tokens, per_token), (rows // 128,), (experts + 1,), (experts,))
+    layout = moe_layout.Layout(*(meta(*size, dtype=torch.int32) for size in sizes))
+    x, weight_NK = meta(tokens, hidden), meta(tokens, per_token, dtype=torch.float32)
+    weights = Quantized(
+        meta(experts, 2 * width, hidden, dtype=torch.float8_e4m3fn),
+        meta(experts, 2 * width // 128, hidden // 128, dtype=torch.float32),
+    )
+    with captured() as products:
+        grouped_gemm.grouped_gemm(pool_rows_like(x, rows, hidden), weights, layout)
+        for tiles in (False, True):
+            operands = WeightGradOperands(
+                columns_like(x, rows, 2 * width, tile_scales=False),
+                columns_like(x, rows, hidden, tile_scales=tiles),
+                layout,
+            )
+            accumulator = meta(experts, 2 * width, hidden, dtype=torch.float32)
+            grouped_gemm.grouped_weight_grad(accumulator, [operands, operands])
+    with captured() as passes:
+        x8 = quantize.quantize_rows(x, power_of_two=True)
+        moe_layout.gather_rows(x8.data, layout, x8.scale)
+        moe_layout.gather_sum(meta(rows, hidden), layout, dtype=torch.bfloat16)
+        for source, with_rows in ((x, True), (x8, False)):
+            quantize.quantize_routed(source, layout, with_rows=with_rows, power_of_two=True)
+        quantize.quantize_blocks(meta(experts, hidden, width), transposed=True)
+        quantize.transpose_blocks(weights)
+        swiglu.swiglu(meta(rows, 2 * width), weight_NK, layout, 10.0, power_of_two=False)
+        swiglu.weight_grads = lambda dot_GP, layout: None  # what follows is torch
+        swiglu.swiglu_backward(
+            meta(rows, 2 * width), meta(rows, width), weight_NK, layout, 10.0, power_of_two=False
+        )
+    for kernel in (*products, *passes):
+        print(kernel)
+        assert kernel.spills == 0, kernel
+        assert kernel.narrow_accesses == 0, kernel
+    for kernel in products:
+        assert kernel.matrix_instructions > 0, kernel
+        assert kernel.shared_bytes <= 113 * 1024, kernel  # two programs on a multiprocessor
+
+
+if __name__ == "__main__":
+    _compile_all()

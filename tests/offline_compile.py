@@ -1,0 +1,112 @@
+"""Compiles kernels for Hopper without a GPU, and reads what the compiler made of them.
+
+    with captured() as kernels:
+        grouped_gemm(...)      # on meta tensors: nothing runs
+    kernels[0].spills
+
+Needs Triton imported without TRITON_INTERPRET: run it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A kernel as sm_90 machine code."""
+
+    name: str
+    registers: int
+    shared_bytes: int
+    spills: int
+    """Local loads and stores."""
+    matrix_instructions: int
+    """Warpgroup FP8 and bf16 products."""
+    narrow_accesses: int
+    """Global loads and stores of single bytes and half words."""
+
+
+@contextmanager
+def captured() -> Iterator[list[Compiled]]:
+    """Inside, launching a kernel compiles it and adds it to the list."""
+    compiled: list[Compiled] = []
+    launch = JITFunction.__getitem__
+
+    def compile_instead(kernel: Any, grid: object) -> Any:
+        del grid
+        return lambda *args, **options: compiled.append(_compile(kernel, args, options))
+
+    JITFunction.__getitem__ = compile_instead
+    try:
+        yield compiled
+    finally:
+        JITFunction.__getitem__ = launch
+
+
+def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Compiled:
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list[list[object]]] = {}
+    for i, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[(i,)] = value
+        elif isinstance(value, TensorDescriptor):
+            block = list(value.block_shape)
+            signature[parameter.name] = f"tensordesc<{_TYPES[value.base.dtype]}{block}>"
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + _TYPES[value.dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32"
+            if value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage = _run("cuobjdump", "-res-usage", file.name)
+        code = _run("nvdisasm", "-c", file.name)
+    return Compiled(
+        kernel.__name__,
+        int(re.search(r"REG:(\d+)", usage)[1]),
+        binary.metadata.shared,
+        len(re.findall(r" (?:STL|LDL)", code)),
+        len(re.findall(r"[QH]GMMA", code)),
+        len(re.findall(r"(?:LDG|STG)\.E\.[US](?:8|16)", code)),
+    )
+
+
+def _run(tool: str, *arguments: str) -> str:
+    found = subprocess.run(
+        [str(_TOOLS / tool), *arguments], capture_output=True, text=True, check=True
+    )
+    return found.stdout + found.stderr
