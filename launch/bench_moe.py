@@ -28,13 +28,15 @@ LIMIT = 10.0
 WORKERS = 12
 FORWARD_TILES = ((64, 128, 4, 3, 16), (64, 128, 4, 4, 16), (128, 128, 8, 4, 8), (64, 128, 4, 3, 8))
 WEIGHT_GRAD_TILES = (
-    (128, 128, 8, 3, 8),
-    (64, 128, 4, 3, 16),
-    (64, 128, 4, 4, 16),
-    (128, 128, 8, 4, 8),
-    (64, 128, 4, 3, 72),
+    (128, 128, 8, 3, 8, False),
+    (128, 128, 8, 3, 8, True),
+    (128, 128, 8, 4, 8, True),
+    (64, 128, 4, 3, 16, False),
+    (64, 128, 4, 3, 16, True),
+    (64, 128, 4, 4, 16, True),
+    (128, 64, 4, 3, 8, True),
 )
-"""Rows, columns, warps, stages, row blocks of a group."""
+"""Rows, columns, warps, stages, row blocks of a group; whether the accumulator is prefetched."""
 
 
 @dataclass(slots=True)
@@ -93,7 +95,7 @@ def main() -> int:
 # What there is to compile: each GEMM of the layer with each tile, and deep_gemm's.
 
 
-def _tiles(choices: Sequence[tuple[int, ...]]) -> Iterator[Any]:
+def _tiles(choices: Sequence[tuple[int | bool, ...]]) -> Iterator[Any]:
     from ppruntime.models.kernels.grouped_gemm import Tile
 
     for choice in choices:
@@ -366,8 +368,11 @@ class _Bench:
         d = self.gemm(shape, "dgrad L2", dy_rows, self.fp8_2t, self.w2.mT, layout, routed)
         grads = swiglu.swiglu_backward(z, d, weights, layout, LIMIT, power_of_two=False)
         time("SwiGLU back", {
-            "triton": lambda: swiglu.swiglu_backward(
-                z, d, weights, layout, LIMIT, power_of_two=False),
+            f"triton w{num_warps}": partial(
+                swiglu.swiglu_backward, z, d, weights, layout, LIMIT,
+                power_of_two=False, num_warps=num_warps,
+            )
+            for num_warps in (16, 8)
         }, num_bytes=per_row * WIDTH * 11)  # fmt: skip
         self.gemm(shape, "dgrad L1", grads.rows, self.fp8_13t, self.w13.mT, layout, routed)
         x_columns = turn_x()
@@ -605,7 +610,8 @@ def _event() -> Any:
 
 
 def _text(tile: Any) -> str:
-    return f"{tile.rows}x{tile.columns} w{tile.num_warps} s{tile.num_stages} g{tile.group}"
+    text = f"{tile.rows}x{tile.columns} w{tile.num_warps} s{tile.num_stages} g{tile.group}"
+    return f"{text} prefetch" if tile.prefetch else text
 
 
 def _distance(a: Any, b: Any) -> float:

@@ -32,7 +32,7 @@ from ppruntime.models.kernels.quantize import (
     dequantize_columns,
     dequantize_rows,
 )
-from ppruntime.models.kernels.rounding import to_bf16
+from ppruntime.models.kernels.rounding import INTERPRETED, to_bf16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class Tile:
     num_stages: int = 3
     group: int = 16
     """Row blocks that share their columns' operand in the second-level cache."""
+    prefetch: bool = False
+    """Weight gradient only: the accumulator's tile comes into the cache during the products."""
 
 
 FORWARD_TILE = Tile()
@@ -197,6 +199,20 @@ def _partial(
 
 
 @triton.jit
+def _prefetch(pointers):
+    """Fetches the cache lines at `pointers` into the second-level cache."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def _grouped_weight_grad(
     acc_ptr, E,
     left0, right0, left_scale0, right_scale0, start0,
@@ -205,7 +221,7 @@ def _grouped_weight_grad(
     left3, right3, left_scale3, right_scale3, start3,
     A: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     GROUP_ROWS: tl.constexpr, LEFT_TILES: tl.constexpr, RIGHT_TILES: tl.constexpr,
-    NUM: tl.constexpr,
+    NUM: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     NUM_ROWS: tl.constexpr = A // ROWS
     NUM_COLUMNS: tl.constexpr = C // COLUMNS
@@ -216,6 +232,9 @@ def _grouped_weight_grad(
         row, column = row_block * ROWS, column_block * COLUMNS
         rows = expert.to(tl.int64) * A + row + tl.arange(0, ROWS)
         place = acc_ptr + rows[:, None] * C + column + tl.arange(0, COLUMNS)[None, :]
+        if PREFETCH:
+            lines = column + 32 * tl.arange(0, COLUMNS // 32)
+            _prefetch(acc_ptr + rows[:, None] * C + lines[None, :])
         # Each micro-batch is summed from zero and added by itself: the same bits as one launch
         # each. What the second reads back is still in the cache.
         for i in tl.static_range(NUM):
@@ -276,5 +295,6 @@ def grouped_weight_grad(
         accumulator_EAC, num, *operands,
         left_width, right_width, tile.rows, tile.columns, tile.group,
         left.scale.shape[1] != left_width, right.scale.shape[1] != right_width, len(micro_batches),
+        tile.prefetch,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

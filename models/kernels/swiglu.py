@@ -197,9 +197,10 @@ def swiglu_backward(
     limit: float,
     *,
     power_of_two: bool,
+    num_warps: int = 16,
 ) -> SwigluGrads:
     """Everything the backward needs, from z and the gradient of h, without writing h or its
-    gradients in bf16."""
+    gradients in bf16. `num_warps` work on each tile of 128 x 128."""
     num_rows, width = z_PC.shape[0], z_PC.shape[1] // 2
     rows = pool_rows_like(z_PC, num_rows, 2 * width)
     columns = columns_like(z_PC, num_rows, 2 * width, tile_scales=False)
@@ -210,7 +211,7 @@ def swiglu_backward(
             z_PC, grad_PF, weight_NK, layout.pair_P, layout.expert_B,
             num_rows, limit, *rows, columns.data.view(torch.int32), columns.scale,
             inner_columns.data.view(torch.int32), inner_columns.scale, dot_GP,
-            width, power_of_two, num_warps=8,
+            width, power_of_two, num_warps=num_warps,
         )  # fmt: skip
     return SwigluGrads(rows, columns, inner_columns, weight_grads(dot_GP, layout))
 

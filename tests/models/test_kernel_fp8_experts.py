@@ -113,12 +113,8 @@ def test_errors_stay_bounded_where_a_tenth_of_the_gates_is_clamped():
 
 @pytest.mark.parametrize(
     "case",
-    [
-        batch(unrouted=0.2),
-        batch(num_tokens=1),
-        batch(num_tokens=150, experts=range(PER_TOKEN)),
-    ],
-    ids=["some routed nowhere", "one token", "experts without rows"],
+    [batch(unrouted=0.2, experts=range(PER_TOKEN)), batch(num_tokens=1)],
+    ids=["experts without rows, some routed nowhere", "one token"],
 )
 def test_kernels_follow_the_recipe_in_torch(case):
     expected, got = gradients(layer(REFERENCE), *case), gradients(layer(TRITON), *case)
@@ -129,12 +125,13 @@ def test_kernels_follow_the_recipe_in_torch(case):
 
 
 def test_all_tokens_to_the_same_experts():
+    """All rows in a few experts, two blocks each; the others never see one."""
     x, _, weights, grad = batch(num_tokens=130)
     case = (x, torch.arange(PER_TOKEN, device=DEVICE).expand(130, -1), weights, grad)
-    for name, a, b in zip(
-        NAMES, gradients(layer(TRITON), *case), gradients(layer(REFERENCE), *case), strict=True
-    ):
+    expected, got = gradients(layer(REFERENCE), *case), gradients(layer(TRITON), *case)
+    for name, a, b in zip(NAMES, got, expected, strict=True):
         assert distance(a, b) < 2e-2, name
+    assert not got[3][PER_TOKEN:].any()
 
 
 @pytest.mark.parametrize("options", [REFERENCE, TRITON], ids=["reference", "triton"])
