@@ -151,8 +151,8 @@ def layers(record: dict[str, Any]) -> str:
     title = f"## Sparse attention, {record['tokens']:,} tokens, 64 heads of 512"
     note = (
         "`hopper` is the Gluon kernel, the others Triton tilings; `fixed` adds up the keys'"
-        " gradients deterministically. Errors against the fp32 reference. FLOPs: 131,072 per slot and token"
-        " forward, 2.5 times that backward. A bf16 8192^3 matmul ran at"
+        " gradients deterministically. Errors against the fp32 reference. FLOPs: 131,072 per slot"
+        " and token forward, 2.5 times that backward. A bf16 8192^3 matmul ran at"
         f" {record['matmul_teraflops']:.0f} TFLOP/s in the same run."
     )
     return f"{title}\n\n{note}\n\n{_table(head, rows)}"
@@ -181,8 +181,8 @@ def moe(record: dict[str, Any]) -> str:
     checks = record["checks"]
     note = (
         "One routed layer on one GPU, 49,152 rows over 48 experts, dim 5120, width 2304; the"
-        f" fastest variant of each backend. {sum(c['passed'] for c in checks)} of {len(checks)} numeric"
-        " checks passed."
+        f" fastest variant of each backend. {sum(c['passed'] for c in checks)} of {len(checks)}"
+        " numeric checks passed."
     )
     return f"## FP8 experts\n\n{note}\n\n{_table(head, rows)}"
 
