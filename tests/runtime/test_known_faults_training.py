@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppruntime.metrics import read_metrics
 from ppruntime.token_writer import Document, Vocabulary, write
+from ppruntime.trainer import StepResult
 
 # --- the same numbers on every rank ---------------------------------------------------------------
 
@@ -42,12 +42,17 @@ def trainer_of(overrides: tuple[str, ...]):
         leave()
 
 
+def told(result: StepResult) -> tuple[float, ...]:
+    """All but the balance loss, which is a sum over stages first: at another cut it has other last
+    bits. Its gradient has not."""
+    return result.loss, result.grad_norm, result.lr, result.max_load
+
+
 def evaluate_and_step(rank: int, overrides: tuple[str, ...]) -> list[object]:
-    # The balance loss that is told (not its gradient) is a sum over stages first: other last bits.
-    with trainer_of((*overrides, "train.balance_loss_weight=0")) as (_, _, trainer, data):
+    with trainer_of(overrides) as (_, _, trainer, data):
         found: list[object] = [trainer.evaluate(data, 1)]  # before the first step
-        found += [asdict(trainer.step(0, data)), trainer.evaluate(data, 2)]
-        found += [trainer.evaluate(data, 1), asdict(trainer.step(1, data))]
+        found += [told(trainer.step(0, data)), trainer.evaluate(data, 2)]
+        found += [trainer.evaluate(data, 1), told(trainer.step(1, data))]
         return found
 
 
@@ -65,7 +70,7 @@ def test_every_rank_has_loss_norm_and_rate_also_when_evaluation_comes_first(case
     two_data_ranks = "parallel.dp=2" in overrides
     first, *others = run_ranks(4 if two_data_ranks else 2, evaluate_and_step, overrides)
     assert all(found == first for found in others)
-    losses = [found if isinstance(found, float) else found["loss"] for found in first]
+    losses = [found if isinstance(found, float) else found[0] for found in first]
     assert all(4 < loss < 7 for loss in losses), losses
     num_micro_batches = f"train.num_micro_batches={6 if two_data_ranks else 3}"
     [alone] = run_ranks(1, evaluate_and_step, ("pp.size=1", num_micro_batches))
@@ -128,7 +133,6 @@ def masked_data(tmp_path_factory):
     ("num_ranks", "layout"),
     [
         (2, ("pp.size=2", "train.num_micro_batches=4")),
-        (2, ("pp.size=1", "parallel.dp=2", "train.num_micro_batches=2")),
         (4, ("pp.size=2", "parallel.dp=2", "train.num_micro_batches=2")),
     ],
 )
@@ -207,7 +211,7 @@ def test_a_step_has_three_collectives_after_its_order_and_none_within(schedule, 
         assert whole == {"allreduce_": 3}  # losses, squares of norms, loads of experts
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("schedule", ["zb_v"])
 def test_with_fsdp_a_unit_is_gathered_and_reduced_once_a_step(schedule, run_ranks):
     overrides = ("pp.size=2", "parallel.dp=2", f"pp.schedule={schedule}")
     for whole, inside, num_units in run_ranks(4, collectives_of_a_step, overrides):
