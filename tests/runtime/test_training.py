@@ -55,6 +55,10 @@ CASES = {
     "two stages a rank in a V": (2, ("pp.schedule=zb_v",)),
     "DualPipeV": (2, ("pp.schedule=dualpipe_v",)),
     "activation checkpointing": (2, ("ac.mode=full",)),
+    "activation checkpointing and weight gradients that wait": (
+        2,
+        ("ac.mode=full", "pp.schedule=zb_v"),
+    ),
 }
 
 
