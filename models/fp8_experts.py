@@ -44,7 +44,8 @@ class Fp8Options:
     fp8_transposed_on_demand: bool = False
     """Turn the weights in each backward rather than keep a turned copy: saves a byte a weight."""
     wgrad_tile_scales: bool = False
-    """One scale per 128x128 of x and dy in weight gradients. Changes numerics; less work."""
+    """One scale per 128x128 of dy in weight gradients, as x has with `power_of_two_scales` (and of
+    x without). Changes numerics; less work."""
     fused_wgrad_micro_batches: int = 1
     """Micro-batches whose weight gradients are added in one launch; their operands wait. Bitwise
     with the Triton kernel; another order of sums with deep_gemm."""
@@ -247,7 +248,9 @@ class Fp8Experts(Deferrable):
             [WeightGradOperands(m.grad_columns, m.inner_columns, m.layout) for m in micro_batches],
             gemm_sms=options.gemm_sms,
         )
-        # x is turned only now: until here its rows, once per token, were all that was kept.
+        # x is turned only now: until here its rows, once per token, were all that was kept. Values
+        # of four bits times powers of two keep all their bits under one power of two per tile,
+        # unless they are 2^-15 of its largest: tiles cost x nothing.
         operands = []
         for m in micro_batches:
             _, x_columns = kernels.quantize_routed(
@@ -255,7 +258,7 @@ class Fp8Experts(Deferrable):
                 m.layout,
                 with_rows=False,
                 power_of_two=options.power_of_two_scales,
-                tile_scales=options.wgrad_tile_scales,
+                tile_scales=options.wgrad_tile_scales or options.power_of_two_scales,
             )
             operands.append(WeightGradOperands(m.gate_up_columns, x_columns, m.layout))
         kernels.grouped_weight_grad(gate_up, operands, gemm_sms=options.gemm_sms)

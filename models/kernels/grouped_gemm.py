@@ -50,8 +50,9 @@ class Tile:
 
 
 FORWARD_TILE = Tile()
-"""Measured best on H200 (Triton 3.6): 1,001 and 932 TFLOP/s at the two shapes of V4.1-Flash."""
-WEIGHT_GRAD_TILE = Tile(rows=128, num_warps=8, group=8)
+"""Best on H200 (Triton 3.6) of those in docs/bench/moe-experts.json, as programs that stay."""
+WEIGHT_GRAD_TILE = Tile(num_stages=4, prefetch=True)
+"""Best there too, one program per tile: two on a multiprocessor hide each other's accumulator."""
 
 
 class WeightGradOperands(NamedTuple):
@@ -151,7 +152,8 @@ def grouped_gemm(
     y_PO = x.data.new_empty(num_rows, outs, dtype=torch.bfloat16)
     num_tiles = (num_rows // tile.rows) * (outs // tile.columns)
     if num_tiles:
-        _grouped_gemm[(_num_programs(num_tiles, tile, gemm_sms),)](
+        sms = gemm_sms or _all_sms(x.data)
+        _grouped_gemm[(_num_programs(num_tiles, tile, sms),)](
             TensorDescriptor.from_tensor(x.data, [tile.rows, GROUP]),
             TensorDescriptor.from_tensor(weights.data.view(num * outs, ins), [tile.columns, GROUP]),
             TensorDescriptor.from_tensor(y_PO, [tile.rows, tile.columns]),
@@ -162,12 +164,18 @@ def grouped_gemm(
     return y_PO
 
 
-def _num_programs(num_tiles: int, tile: Tile, gemm_sms: int | None) -> int:
-    """One program per tile, or as many as run at once on `gemm_sms` multiprocessors."""
-    if gemm_sms is None:
+def _num_programs(num_tiles: int, tile: Tile, sms: int | None) -> int:
+    """One program per tile, or as many as run at once on `sms` multiprocessors."""
+    if sms is None:
         return num_tiles
-    per_sm = max(1, 8 // tile.num_warps)  # what the registers allow
-    return min(num_tiles, gemm_sms * per_sm)
+    per_sm = max(1, 8 // tile.num_warps)  # what registers and shared memory allow
+    return min(num_tiles, sms * per_sm)
+
+
+def _all_sms(x: Tensor) -> int:
+    if not x.is_cuda:
+        return 1  # the interpreter
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 @triton.jit
@@ -221,7 +229,7 @@ def _grouped_weight_grad(
     left3, right3, left_scale3, right_scale3, start3,
     A: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     GROUP_ROWS: tl.constexpr, LEFT_TILES: tl.constexpr, RIGHT_TILES: tl.constexpr,
-    NUM: tl.constexpr, PREFETCH: tl.constexpr,
+    NUM: tl.constexpr, TURNED: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     NUM_ROWS: tl.constexpr = A // ROWS
     NUM_COLUMNS: tl.constexpr = C // COLUMNS
@@ -230,11 +238,18 @@ def _grouped_weight_grad(
         expert = tile // TILES
         row_block, column_block = _tile_place(tile % TILES, NUM_ROWS, NUM_COLUMNS, GROUP_ROWS)
         row, column = row_block * ROWS, column_block * COLUMNS
-        rows = expert.to(tl.int64) * A + row + tl.arange(0, ROWS)
-        place = acc_ptr + rows[:, None] * C + column + tl.arange(0, COLUMNS)[None, :]
-        if PREFETCH:
+        rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        accumulator = acc_ptr + expert.to(tl.int64) * (A * C)
+        if TURNED:
+            place = accumulator + columns[None, :] * A + rows[:, None]
+            lines = row + 32 * tl.arange(0, ROWS // 32)
+            line_ptrs = accumulator + columns[None, :] * A + lines[:, None]
+        else:
+            place = accumulator + rows[:, None] * C + columns[None, :]
             lines = column + 32 * tl.arange(0, COLUMNS // 32)
-            _prefetch(acc_ptr + rows[:, None] * C + lines[None, :])
+            line_ptrs = accumulator + rows[:, None] * C + lines[None, :]
+        if PREFETCH:
+            _prefetch(line_ptrs)
         # Each micro-batch is summed from zero and added by itself: the same bits as one launch
         # each. What the second reads back is still in the cache.
         for i in tl.static_range(NUM):
@@ -281,6 +296,13 @@ def grouped_weight_grad(
     micro_batches = [operand for operand in micro_batches if operand.layout.num_rows]
     if not micro_batches:
         return
+    # A thread of the MMA holds few rows and many columns of a tile: the columns' scales are what
+    # costs, so an operand whose scales are tiles goes there, and the product is stored turned.
+    left, right, _ = micro_batches[0]
+    turned = left.scale.shape[1] != left_width and right.scale.shape[1] == right_width
+    if turned:
+        micro_batches = [WeightGradOperands(b, a, layout) for a, b, layout in micro_batches]
+        left_width, right_width = right_width, left_width
     operands: list[object] = []
     for left, right, layout in micro_batches:
         operands += [
@@ -295,6 +317,6 @@ def grouped_weight_grad(
         accumulator_EAC, num, *operands,
         left_width, right_width, tile.rows, tile.columns, tile.group,
         left.scale.shape[1] != left_width, right.scale.shape[1] != right_width, len(micro_batches),
-        tile.prefetch,
+        turned, tile.prefetch,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

@@ -32,6 +32,9 @@ DIMS = replaced(
 )
 REFERENCE = Fp8Options(backend=ExpertBackend.REFERENCE)
 TRITON = Fp8Options(backend=ExpertBackend.TRITON)
+# In the interpreter a layer takes seconds: there the options run on the reference, and the kernels'
+# part of each is tested kernel by kernel.
+EITHER = [REFERENCE, TRITON] if ON_GPU else [REFERENCE]
 NAMES = ("y", "dx", "dp", "dW13", "dW2")
 
 
@@ -146,18 +149,14 @@ def test_no_tokens_and_tokens_routed_nowhere(options):
         assert not result.any()
 
 
-def test_the_same_bits_twice():
-    assert equal(gradients(layer(TRITON), *batch()), usual(TRITON))
-
-
 @pytest.mark.parametrize(
     "change",
     [
         {"keep_expert_activations": False},
         {"fp8_transposed_on_demand": True},
-        {"gemm_sms": 2},
+        *([{"gemm_sms": 2}, {}] if ON_GPU else []),
     ],
-    ids=lambda change: next(iter(change)),
+    ids=str,
 )
 @pytest.mark.parametrize("options", [REFERENCE, TRITON], ids=["reference", "triton"])
 def test_options_that_change_no_bit(options, change):
@@ -189,7 +188,8 @@ def test_tile_scales_cost_little():
     expected = gradients(plain, *case)
     got = gradients(layer(replace(REFERENCE, wgrad_tile_scales=True)), *case)
     assert equal(got[:3], expected[:3])
-    # x keeps its values: they are a few bits times powers of two already. dy does not.
+    # x had tiles already: a few bits times powers of two lose nothing by them. dy does.
+    assert torch.equal(got[3], expected[3])
     assert not torch.equal(got[4], expected[4])
     for i in (3, 4):
         assert distance(got[i], true[i]) < 1.05 * distance(expected[i], true[i])
@@ -198,8 +198,8 @@ def test_tile_scales_cost_little():
         assert distance(kernels[i], got[i]) < 2e-2
 
 
-@pytest.mark.parametrize("options", [REFERENCE, TRITON], ids=["reference", "triton"])
-@pytest.mark.parametrize("fused", [2, 3] if ON_GPU else [2])
+@pytest.mark.parametrize("options", EITHER)
+@pytest.mark.parametrize("fused", [2, 3])
 def test_fused_micro_batches_have_the_bits_of_one_launch_each(options, fused):
     apart, together = layer(options), layer(replace(options, fused_wgrad_micro_batches=fused))
     for seed in range(fused + 1):
@@ -283,10 +283,11 @@ def test_weights_are_quantised_once_per_version():
 
 
 def test_checkpointing_recomputes_or_saves_with_the_same_bits():
-    case, expected = batch(), usual(TRITON)
+    options = EITHER[-1]
+    case, expected = batch(), usual(options)
 
     def run(context_fn):
-        experts = layer(TRITON)
+        experts = layer(options)
         calls = 0
         op = expert_backends.expert_kernels
 
