@@ -28,13 +28,10 @@ LIMIT = 10.0
 WORKERS = 12
 FORWARD_TILES = ((64, 128, 4, 3, 16), (64, 128, 4, 4, 16), (128, 128, 8, 4, 8), (64, 128, 4, 3, 8))
 WEIGHT_GRAD_TILES = (
-    (128, 128, 8, 3, 8, False),
-    (128, 128, 8, 3, 8, True),
-    (128, 128, 8, 4, 8, True),
-    (64, 128, 4, 3, 16, False),
-    (64, 128, 4, 3, 16, True),
     (64, 128, 4, 4, 16, True),
-    (128, 64, 4, 3, 8, True),
+    (64, 128, 4, 4, 72, True),
+    (64, 128, 4, 3, 8, True),
+    (128, 128, 8, 4, 8, True),
 )
 """Rows, columns, warps, stages, row blocks of a group; whether the accumulator is prefetched."""
 
@@ -95,7 +92,7 @@ def main() -> int:
 # What there is to compile: each GEMM of the layer with each tile, and deep_gemm's.
 
 
-def _tiles(choices: Sequence[tuple[int | bool, ...]]) -> Iterator[Any]:
+def _tiles(choices: Sequence[Any]) -> Iterator[Any]:
     from ppruntime.models.kernels.grouped_gemm import Tile
 
     for choice in choices:
@@ -142,7 +139,8 @@ def _compile(worker: int) -> int:
         for tile in _tiles(WEIGHT_GRAD_TILES):
             run = partial(_run_weight_grad, partial(add, tile=tile), shape, small)
             tiles = (False, True) if name == "wgrad W13" else (True, False)
-            tasks += [partial(run, 1), partial(run, 2), partial(run, 1, tiles=tiles)]
+            tasks += [partial(run, num) for num in (1, 2)]
+            tasks += [partial(run, num, tiles=tiles) for num in (1, 2)]
     for task in tasks[worker::WORKERS]:
         task()
         torch.cuda.synchronize()
@@ -399,12 +397,11 @@ class _Bench:
             variants[f"triton {_text(tile)}"] = partial(
                 grouped_gemm.grouped_gemm, x, fp8, layout, tile=tile
             )
-        sms = torch.cuda.get_device_properties(0).multi_processor_count
         if shape == "balanced":
-            for limit in (sms, sms - 20):
-                variants[f"triton, {limit} SMs persistent"] = partial(
-                    grouped_gemm.grouped_gemm, x, fp8, layout, gemm_sms=limit
-                )
+            limit = _num_sms() - 20
+            variants[f"triton, {limit} SMs"] = partial(
+                grouped_gemm.grouped_gemm, x, fp8, layout, gemm_sms=limit
+            )
         if self.deep_gemm is None:
             variants["deep_gemm"] = partial(deep_gemm.grouped_gemm, x, fp8, layout)
         dense = torch.randn(routed, ins, device="cuda", dtype=torch.bfloat16)
@@ -466,8 +463,11 @@ class _Bench:
             for tile in choices:
                 name = f"triton {_text(tile)}"
                 variants[name] = partial(launch, accumulator, [operands] * count, tile=tile)
-                if count == 1 and all_tiles:
-                    variants[f"{name} tiles"] = partial(launch, accumulator, [tiles], tile=tile)
+                variants[f"{name} tiles"] = partial(launch, accumulator, [tiles] * count, tile=tile)
+            if all_tiles:
+                variants[f"triton, {_num_sms()} SMs persistent, tiles"] = partial(
+                    launch, accumulator, [tiles] * count, gemm_sms=_num_sms()
+                )
             if self.deep_gemm is None:
                 variants["deep_gemm"] = partial(
                     deep_gemm.grouped_weight_grad, accumulator, [operands] * count
@@ -601,6 +601,12 @@ class _Bench:
             print(note)
         failed = self.failed_checks or "none"
         print(f"{seconds:.0f} s; failed checks: {failed}; {self.arguments.out}", flush=True)
+
+
+def _num_sms() -> int:
+    import torch
+
+    return torch.cuda.get_device_properties(0).multi_processor_count
 
 
 def _event() -> Any:

@@ -43,10 +43,10 @@ def _compile_all():
     )
     with captured() as products:
         grouped_gemm.grouped_gemm(pool_rows_like(x, rows, hidden), weights, layout)
-        for tiles in (False, True):
+        for left, right in ((False, False), (False, True), (True, False)):
             operands = WeightGradOperands(
-                columns_like(x, rows, 2 * width, tile_scales=False),
-                columns_like(x, rows, hidden, tile_scales=tiles),
+                columns_like(x, rows, 2 * width, tile_scales=left),
+                columns_like(x, rows, hidden, tile_scales=right),
                 layout,
             )
             accumulator = meta(experts, 2 * width, hidden, dtype=torch.float32)
