@@ -25,7 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.fsdp", "pytest", "hypothesis"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "pytest",
+    "hypothesis",
+    "ppruntime.session",
+]
+"""What ranks use: loaded once, in the server, and not once a rank."""
 
 
 @dataclass(frozen=True, slots=True)

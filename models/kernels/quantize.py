@@ -311,25 +311,16 @@ def _quantize_blocks(
 ):  # fmt: skip
     column, row, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     base = expert.to(tl.int64) * (OUTS * INS)
-    columns = column * 128 + tl.arange(0, 128)[None, :]
-    place0 = base + part_rows(row, 0)[:, None] * INS + columns
-    place1, place2, place3 = place0 + INS, place0 + 2 * INS, place0 + 3 * INS
-    w0 = tl.load(w_ptr + place0).to(tl.float32)
-    w1 = tl.load(w_ptr + place1).to(tl.float32)
-    w2 = tl.load(w_ptr + place2).to(tl.float32)
-    w3 = tl.load(w_ptr + place3).to(tl.float32)
-    largest = tl.maximum(tl.maximum(tl.abs(w0), tl.abs(w1)), tl.maximum(tl.abs(w2), tl.abs(w3)))
-    scale = group_scale(tl.max(tl.max(largest, axis=1), axis=0), False)
-    inverse = tl.math.div_rn(1.0, scale)
-    q0, q1 = to_e4m3(w0 * inverse), to_e4m3(w1 * inverse)
-    q2, q3 = to_e4m3(w2 * inverse), to_e4m3(w3 * inverse)
-    tl.store(data_ptr + place0, q0)
-    tl.store(data_ptr + place1, q1)
-    tl.store(data_ptr + place2, q2)
-    tl.store(data_ptr + place3, q3)
+    rows = row * 128 + tl.arange(0, 128)
+    columns = column * 128 + tl.arange(0, 128)
+    offsets = rows[:, None] * INS + columns[None, :]
+    w = tl.load(w_ptr + base + offsets).to(tl.float32)
+    scale = group_scale(tl.max(tl.max(tl.abs(w), axis=1), axis=0), False)
+    quantized = to_e4m3(w * tl.math.div_rn(1.0, scale))
+    tl.store(data_ptr + base + offsets, quantized)
     tl.store(scale_ptr + (expert * (OUTS // 128) + row) * (INS // 128) + column, scale)
     if TRANSPOSED:
-        store_columns(q0, q1, q2, q3, data_t_ptr, base + row * 128, OUTS, column * 128)
+        tl.store(data_t_ptr + base + columns[None, :] * OUTS + rows[:, None], quantized)
         tl.store(scale_t_ptr + (expert * (INS // 128) + column) * (OUTS // 128) + row, scale)
 
 
@@ -340,14 +331,7 @@ def quantize_blocks(weight_EOI: Tensor, *, transposed: bool) -> tuple[Quantized,
     copy = _blocks_like(weight_EOI, num, ins, outs) if transposed else None
     copy_out = copy or weights  # never written without `transposed`
     _quantize_blocks[(ins // GROUP, outs // GROUP, num)](
-        weight_EOI.contiguous(),
-        *weights,
-        copy_out.data.view(torch.int32),
-        copy_out.scale,
-        outs,
-        ins,
-        transposed,
-        num_warps=8,
+        weight_EOI.contiguous(), *weights, *copy_out, outs, ins, transposed, num_warps=8
     )
     return weights, copy
 
