@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -120,6 +121,8 @@ class MetricsLog:
             self._board = None
 
     def _open_board(self, folder: Path, resumed_at: int) -> None:
+        if find_spec("tensorboard") is None:
+            return  # an extra that is not there is not missed
         from torch.utils.tensorboard import SummaryWriter
 
         self._board = SummaryWriter(str(folder), purge_step=resumed_at + 1)

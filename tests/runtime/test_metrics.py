@@ -134,7 +134,17 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     assert "mfu" not in events.Tags()["scalars"]
 
 
+def test_tensorboard_that_is_not_installed_is_not_missed(tmp_path, monkeypatch):
+    monkeypatch.setattr("ppruntime.metrics.find_spec", lambda name: None)
+    log = MetricsLog(tmp_path / "m.jsonl", tensorboard=tmp_path / "tb", warn=pytest.fail)
+    log.write(_step(1))
+    log.close()
+    assert [m.step for m in read_metrics(tmp_path / "m.jsonl")] == [1]
+    assert not (tmp_path / "tb").exists()
+
+
 def test_tensorboard_that_does_not_work_is_told_once_and_ends_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("ppruntime.metrics.find_spec", lambda name: name)
     (tmp_path / "file").write_text("in the way")
     warnings = []
     log = MetricsLog(
