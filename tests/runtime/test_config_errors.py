@@ -425,7 +425,8 @@ def test_any_bytes_give_a_config_or_a_config_error(tmp_path_factory, content, ov
     [
         (
             "pp.transport_ctas=4",
-            'pp.transport_ctas = 4 has no effect on pp.transport = "auto"; leave it out or use "nccl"',
+            'pp.transport_ctas = 4 has no effect on pp.transport = "auto"; '
+            'leave it out or use "nccl"',
         ),
         (
             "pp.recv_lead=2",
