@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy triton
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,tokenizers,errors]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,tokenizers]'
 	touch $(STAMP)
 
 clean:

@@ -3,6 +3,10 @@
 sparse_attention    attention to listed keys, forward and backward; reference:
                     models/sparse_attention.py. Kernels: sparse_attention_kernels in Triton, any
                     shape; sparse_attention_hopper in Gluon, the models' full width on a Hopper
+FP8 experts         quantize (1 x 128 and 128 x 128 scales; rounding: exact, also interpreted),
+                    moe_layout (rows by expert and back), swiglu, grouped_gemm, deep_gemm (the
+                    package behind the same calls), moe_reference (the recipe in torch),
+                    expert_backends (which of them computes); used by models/fp8_experts.py
 
 Every operation is a registered `torch.library` op named `ppruntime::...`, so that activation
 checkpointing can save it by name and a compiled graph holds it as one node. Nothing here is
