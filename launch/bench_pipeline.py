@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # see `boundaries.warm_up`
 
 import torch
 import torch.distributed as dist

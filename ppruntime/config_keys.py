@@ -197,7 +197,8 @@ class Optim(Section, frozen=True):
     eps: Positive = 1e-8
     """Added to the root of the second moment. Changes numerics."""
     weight_decay: NotNegative = 0.1
-    """Decay of matrices, decoupled; vectors and scalars have none. Changes numerics."""
+    """Decay of matrices that multiply activations, decoupled; embedding, head, Engram tables and
+    vectors have none. Changes numerics."""
     clip_norm: Positive | None = None
     """Gradients are scaled down to this global norm. Default: never. Changes numerics."""
 

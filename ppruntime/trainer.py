@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -144,7 +145,7 @@ class Trainer:
         """Clips and updates; gives the learning rate."""
         optim, params = self._config.optim, self.pipeline.params
         for what, value in (("loss", loss), ("gradient norm", float(norm))):
-            if value != value or value in (float("inf"), float("-inf")):
+            if not math.isfinite(value):
                 raise NonFiniteError(
                     f"step {index + 1}: the {what} is {value}; the weights are still those of step"
                     f" {index}, a lower optim.lr may help"

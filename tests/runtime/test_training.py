@@ -10,6 +10,7 @@ import pytest
 
 from ppruntime.compare import compare_metrics
 from ppruntime.metrics import read_metrics
+from ppruntime.run_dir import read_status
 
 CONFIG = Path(__file__).resolve().parents[2] / "launch" / "configs" / "tiny.toml"
 SMALL = (
@@ -107,6 +108,18 @@ def test_bf16_with_fp32_masters_stays_near_fp32(one_process, tmp_path, run_ranks
         assert step.loss == pytest.approx(other.loss, rel=5e-3)
         assert step.loss != other.loss
         assert step.grad_norm == pytest.approx(other.grad_norm, rel=0.1)
+
+
+def test_a_loss_that_is_not_finite_ends_all_ranks_before_the_update(tmp_path, run_ranks):
+    run_dir = tmp_path / "run"
+    wild = ("pp.size=2", "optim.lr=1e30", "train.eval_interval=default", "train.eval_steps=default")
+    codes = run_ranks(2, train, str(run_dir), wild)
+    assert codes == [12, 12]
+    assert [line.step for line in read_metrics(run_dir / "metrics.jsonl")] == [1]
+    status = read_status(run_dir)
+    assert status is not None
+    assert (status.exit, status.step) == (12, 1)
+    assert status.reason.startswith("step 2: the ")
 
 
 def test_a_wrong_number_of_processes_is_refused_by_all(tmp_path, run_ranks):
