@@ -150,9 +150,7 @@ class _Rank:
     def outcome(self, start: float, timeout_seconds: float) -> Outcome:
         if self._outcome is not None:
             return self._outcome
-        deadline = time.monotonic() + 2
-        while not (text := self._stack_text()).count("File ") and time.monotonic() < deadline:
-            time.sleep(0.05)
+        text = self._settled_stack()
         text = f"no result after {timeout_seconds} s; it was here:\n{text}"
         return Outcome(None, None, text, None, time.monotonic() - start)
 
@@ -163,6 +161,18 @@ class _Rank:
         self.process.join()
         self.result.close()
         self.stack.close()
+
+    def _settled_stack(self) -> str:
+        # The process writes while this one reads, and on a busy machine line by line: the stacks
+        # are whole once `_main`, at the bottom of one, is there and nothing follows.
+        deadline = time.monotonic() + 20
+        text = ""
+        while time.monotonic() < deadline:
+            before, text = text, self._stack_text()
+            if " in _main\n" in text and text == before:
+                break
+            time.sleep(0.2)
+        return text
 
     def _stack_text(self) -> str:
         self.stack.seek(0)
