@@ -53,6 +53,7 @@ class Ledger:
     def __init__(self, channels: Iterable[Channel], rank: int, device: torch.device) -> None:
         self._rank = rank
         self._device_type = device.type
+        self._on_cuda = device.type == "cuda"
         self._sources = {c.id: _Source(c) for c in channels if c.src_rank == rank}
         self._destinations = {c.id: _Destination(c) for c in channels if c.dst_rank == rank}
         self._ended: str | None = None
@@ -176,7 +177,7 @@ class Ledger:
                     f" {tensor.dtype} {tuple(tensor.shape)}, the boundary has {spec.dtype}"
                     f" {spec.shape}; shapes are fixed when the transport is opened"
                 )
-            if tensor.device.type != self._device_type:
+            if tensor.is_cuda is not self._on_cuda:  # cheaper than asking for the device
                 raise TransportError(
                     f"{channel}: micro-batch {micro_batch}: tensor {spec.name!r} is on"
                     f" {tensor.device}, the transport was opened for {self._device_type}"

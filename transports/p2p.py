@@ -266,6 +266,7 @@ class _Inbox:
         self.channel = channel
         self.connection = connection
         self.pool = SlotPool(channel, _CPU, trailer_bytes=_HEADER_BYTES)
+        self._tensors: dict[int, tuple[Tensor, ...]] = {}
         self._headers = [_header(slot.buffer) for slot in self.pool.slots]
         self.arrived: SimpleQueue[bool] = SimpleQueue()
         self._end = end
@@ -273,12 +274,14 @@ class _Inbox:
         self.thread = _start_thread(channel, self._work, self._move, link, end)
 
     def post(self, micro_batch: int) -> None:
-        self._work.put((micro_batch, self.pool.reserve(micro_batch)))
+        slot = self.pool.reserve(micro_batch)
+        self._work.put((micro_batch, slot))
+        # New tensors on the slot's memory: what the caller sets on them (requires_grad, grad) ends
+        # with this micro-batch. Made here, since whoever takes them has waited long enough.
+        self._tensors[micro_batch] = tuple(view.detach() for view in slot.views)
 
     def tensors(self, micro_batch: int) -> tuple[Tensor, ...]:
-        # New tensors on the slot's memory: what the caller sets on them (requires_grad, grad) ends
-        # with this micro-batch.
-        return tuple(view.detach() for view in self.pool.slot_of(micro_batch).views)
+        return self._tensors.pop(micro_batch)
 
     def stop(self) -> None:
         self._work.put(None)
