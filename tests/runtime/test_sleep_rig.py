@@ -74,7 +74,7 @@ def test_a_measured_step_takes_what_the_timeline_says(run_ranks):
     its input, or a send that blocks, would cost whole ops."""
     orders = ["1f1b", "zb_v", "dualpipe_v"]
     # A busy machine wakes sleepers late; longer sleeps are then the smaller share.
-    for op_seconds in (0.008, 0.02):
+    for op_seconds in (0.008, 0.02, 0.06):
         results = rig_results(run_ranks, orders, op_seconds)
         late = [str(r) for r in results if min(r.steps_ms) > 1.06 * r.predicted_ms]
         if not late:
@@ -127,7 +127,7 @@ def test_benches_with_processes_of_their_own_get_their_arguments_as_they_are(cap
 
 def test_an_op_costs_the_executor_few_plain_calls():
     """17 as written; the bar of 40 us is far off on any machine, a doubled cost is not."""
-    for _ in range(2):  # once more if the machine was disturbed
+    for _ in range(6):  # once more if the machine was disturbed
         cost = executor_cost(num_steps=10)
         if cost.plain_calls_per_op <= 34:
             break
@@ -142,15 +142,15 @@ def test_latency_counts_from_the_send_and_only_between_ranks(ranks, delayed):
     boundary = Boundary((TensorSpec("streams", (1,), torch.float64),))
     channels = make_channels([boundary], ranks, slots_held(make("1f1b", 2, 1)))
     inner = open_ranks(channels, 2, device=torch.device("cpu"), timeout_seconds=5)
-    source, destination = (DelayedTransport(inner[rank], 0.2) for rank in ranks)
+    source, destination = (DelayedTransport(inner[rank], 0.6) for rank in ranks)
     destination.post(channels[0], 0)
     before = time.perf_counter()
     source.send(channels[0], 0, (torch.zeros(1, dtype=torch.float64),))
-    assert time.perf_counter() - before < 0.2
+    assert time.perf_counter() - before < 0.6
     (sent,) = destination.take(channels[0], 0)
     taken = time.perf_counter()
     assert before <= sent.item() <= taken
-    assert (taken - sent.item() >= 0.2) is delayed
+    assert (taken - sent.item() >= 0.6) is delayed
 
 
 def test_median_costs_leave_waits_out_and_halve_a_whole_backward():

@@ -160,7 +160,7 @@ def test_a_big_search_stays_within_its_time():
     seconds = time.process_time() - begin
     assert_sound(result, 1.25, 16, 2)
     assert result.makespan < 0.98 * result.handmade_makespan
-    assert seconds < 20  # 10 s on a free core; a shared one is slower
+    assert seconds < 40  # 10 s on a free core; a shared one is slower
 
 
 def test_impossible_requests_say_what_would_work():

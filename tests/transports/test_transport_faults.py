@@ -199,21 +199,21 @@ def _sleeper(rank, open_channels, limit_seconds):
 
 @pytest.mark.parametrize("kind", ["local", "gloo"])
 def test_a_rank_that_sleeps_past_the_limit_ends_the_transfers_of_all(kind):
-    for message, seconds in run_scenario(kind, 3, _sleeper, 1.0):
+    for message, seconds in run_scenario(kind, 3, _sleeper, 3.0):
         assert message is not None
         assert "forward channel 0" in message
-        assert "micro-batch 5 did not come from rank 0 within 1.0 s" in message
-        assert seconds < 1.0 + SOON_SECONDS
+        assert "micro-batch 5 did not come from rank 0 within 3.0 s" in message
+        assert seconds < 3.0 + SOON_SECONDS
 
 
 def _never_received(rank, open_channels):
     (channel,) = _chain(2)
-    transport = open_channels([channel], timeout_seconds=1.0)
+    transport = open_channels([channel], timeout_seconds=3.0)
     if rank == 0:
         transport.send(channel, 0, payload(channel, 0, 0))
         result = _caught(transport.step_end)
     else:
-        time.sleep(2.0)
+        time.sleep(5.0)
         result = _caught(lambda: transport.post(channel, 0))
     transport.close()
     return result
@@ -222,7 +222,7 @@ def _never_received(rank, open_channels):
 def test_a_message_that_nobody_receives_ends_the_step_with_an_error():
     for message, seconds in run_scenario("gloo", 2, _never_received):
         assert "forward channel 0" in message
-        assert "micro-batch 0 was not received by rank 1 within 1.0 s" in message
+        assert "micro-batch 0 was not received by rank 1 within 3.0 s" in message
         assert seconds < SOON_SECONDS
 
 
@@ -231,14 +231,14 @@ def _absent(rank, num_ranks):
     if rank == 1:
         return None
     opener = process_opener(rank, "gloo")
-    return _caught(lambda: opener(channels, timeout_seconds=1.0))
+    return _caught(lambda: opener(channels, timeout_seconds=3.0))
 
 
 def test_a_rank_that_does_not_open_its_transport_is_named_on_all_others(rank_outcomes):
     first, _, last = rank_outcomes(3, _absent, 3)
     for outcome in (first, last):
         message, seconds = outcome.value
-        assert "rank 1 did not come to opening the transport within 1.0 s" in message
+        assert "rank 1 did not come to opening the transport within 3.0 s" in message
         assert seconds < SOON_SECONDS
 
 
@@ -253,7 +253,7 @@ def _never_connects(rank):
             channels,
             rank,
             device=torch.device("cpu"),
-            timeout_seconds=2.0,
+            timeout_seconds=4.0,
             store=store,
             options={},
         )
@@ -266,8 +266,8 @@ def _never_connects(rank):
 def test_a_rank_that_vanishes_before_it_connects_is_named_on_all_others(rank_outcomes):
     for outcome in rank_outcomes(3, _never_connects)[:2]:
         message, seconds = outcome.value
-        assert "rank 1 could not connect to rank 2 within 2.0 s" in message
-        assert seconds < 2.0 + SOON_SECONDS
+        assert "rank 1 could not connect to rank 2 within 4.0 s" in message
+        assert seconds < 4.0 + SOON_SECONDS
 
 
 # The ranks disagree
@@ -489,4 +489,4 @@ def _take_first(rank, open_channels):
 def test_a_take_before_its_send_on_one_rank_raises_at_once(kind):
     ((message, seconds),) = run_scenario(kind, 1, _take_first)
     assert "micro-batch 0 is taken before it is sent" in message
-    assert seconds < 1.0
+    assert seconds < LIMIT_SECONDS / 2
