@@ -77,6 +77,16 @@ Lowered: TypeAlias = Annotated[
         help="Show the order with sends, receives and frees, one line a step, not its times.",
     ),
 ]
+Offload: TypeAlias = Annotated[
+    int | None,
+    Parameter(
+        help="With --lowered: every how many-th micro-batch's activations move to the host and "
+        "back; not given: none."
+    ),
+]
+Paced: TypeAlias = Annotated[
+    bool, Parameter(negative="", help="With --offload: forwards of the warm-up wait for copies.")
+]
 Json: TypeAlias = Annotated[bool, Parameter(negative="", help="Print one JSON object.")]
 Svg: TypeAlias = Annotated[Path | None, Parameter(help="Write the picture here.")]
 Csv: TypeAlias = Annotated[Path | None, Parameter(help="Write the order here, a row a rank.")]
@@ -127,6 +137,8 @@ def show(
     jitter: float = 0.0,
     seed: int = 0,
     lowered: Lowered = False,
+    offload: Offload = None,
+    paced: Paced = False,
     svg: Svg = None,
     csv: Csv = None,
     trace: Trace = None,
@@ -166,6 +178,10 @@ def show(
         schedule = _make(order, ranks, micro_batches, stages_per_rank, warmup)
     if overlap_gain != 1.0 and not fuse_pairs:
         raise ScheduleError("--overlap-gain has an effect on fused pairs only; add --fuse-pairs")
+    if offload is not None and not lowered:
+        raise ScheduleError("--offload has an effect on the lowered order only; add --lowered")
+    if paced and offload is None:
+        raise ScheduleError("--paced has an effect on offloads only; add --offload 1")
     times, hops = _costs(costs, schedule), _hops(transfer)
     timeline = simulate(
         schedule,
@@ -184,6 +200,10 @@ def show(
     print(_title(schedule))
     print(facts, end="\n\n")
     if lowered:
+        if offload is not None:
+            apart = passes.split_pairs(schedule)
+            overlapped = 1 if paced else None
+            schedule = passes.add_offload(apart, every=offload, overlapped=overlapped)
         print(grid(passes.add_frees(passes.add_transfers(schedule))))
         return 0
     print(draw.text_picture(timeline.rows, width or shutil.get_terminal_size((120, 40)).columns))

@@ -169,7 +169,8 @@ _PRECEDENCE = (
     (Kind.B, Kind.FREE_B),
     (Kind.W, Kind.FREE_B),
     (Kind.F, Kind.OFFLOAD),
-    (Kind.OFFLOAD, Kind.RELOAD),
+    (Kind.OFFLOAD, Kind.OFFLOADED),
+    (Kind.OFFLOADED, Kind.RELOAD),
     (Kind.RELOAD, Kind.B),
     (Kind.RELOAD, Kind.I),
 )

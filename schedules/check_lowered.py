@@ -79,15 +79,20 @@ def check_slots(schedule: Schedule, at: Positions, slots: int | Mapping[Edge, in
 
 
 def check_offload(schedule: Schedule, at: Positions) -> None:
-    """What is moved to the host comes back, and only that."""
+    """What is moved to the host leaves, comes back, and only that."""
+    kinds = (Kind.OFFLOAD, Kind.OFFLOADED, Kind.RELOAD)
     for stage, rank in enumerate(schedule.stage_to_rank):
-        moves = zip(at.all(Kind.OFFLOAD, stage), at.all(Kind.RELOAD, stage), strict=True)
-        for m, (out, back) in enumerate(moves):
-            ops = Op(stage, Kind.OFFLOAD, m), Op(stage, Kind.RELOAD, m)
+        moves = zip(*(at.all(kind, stage) for kind in kinds), strict=True)
+        for m, (out, gone, back) in enumerate(moves):
+            ops = [Op(stage, kind, m) for kind in kinds]
             if out >= 0 > back:
-                raise lack(schedule, rank, ops[1], f"though {ops[0]} moved it away")
+                raise lack(schedule, rank, ops[2], f"though {ops[0]} moved it away")
             if back >= 0 > out:
-                raise lack(schedule, rank, ops[0], f"though {ops[1]} brings it back")
+                raise lack(schedule, rank, ops[0], f"though {ops[2]} brings it back")
+            if out >= 0 > gone:
+                raise lack(schedule, rank, ops[1], f"where {ops[0]}'s copy has to be done")
+            if gone >= 0 > out:
+                raise lack(schedule, rank, ops[0], f"which {ops[1]} waits for")
 
 
 def _kinds(edge: Edge) -> tuple[Kind, Kind, Kind]:

@@ -42,6 +42,8 @@ class Kind(Enum):
     """The slot that holds the stage's output gradient may be overwritten."""
     OFFLOAD = "OFFLOAD"
     """Starts moving the micro-batch's saved activations to the host."""
+    OFFLOADED = "OFFLOADED"
+    """What OFFLOAD moves has left: what follows waits for the copy, and its memory is free."""
     RELOAD = "RELOAD"
     """Starts bringing them back."""
 

@@ -56,34 +56,53 @@ def drop_micro_batches(schedule: Schedule, num_micro_batches: int) -> Schedule:
     return replace(_rewrite(schedule, keep), num_micro_batches=num_micro_batches)
 
 
-def add_offload(schedule: Schedule, *, every: int = 1) -> Schedule:
+def add_offload(schedule: Schedule, *, every: int = 1, overlapped: int | None = None) -> Schedule:
     """Moves the saved activations of every `every`-th micro-batch to the host and back.
 
-    OFFLOAD follows F (and its send); RELOAD stands before the step that precedes the backward, so
-    that it has that step's time. Where no computation would run between the two, nothing is moved.
+    OFFLOAD follows F (and its send). OFFLOADED, where computations wait for the copy and its memory
+    is free, has `overlapped` computations between it and the forward: 1 paces the forwards of the
+    warm-up, 0 is for a move that takes no time of its own; None: it stands behind the next
+    backward, and no forward of the warm-up waits. RELOAD stands before the step that precedes the
+    backward, so that it has that step's time. Nothing is moved that would be away during no
+    computation: the last ranks' micro-batches stay. Gradients for weights that come later (W) find
+    what RELOAD brought.
     """
     if every < 1:
         raise ScheduleError(f"add_offload(every={every}); the least is 1, every micro-batch")
+    if overlapped is not None and overlapped < 0:
+        raise ScheduleError(f"add_offload(overlapped={overlapped}); the least is 0, at once")
 
     def offload(order: tuple[Step, ...]) -> list[Step]:
         compute = _compute_steps(order)
-        number = {step: n for n, step in enumerate(compute)}
+        behind_backward = _next_backwards([ops_of(order[i]) for i in compute])
         forward_at: dict[tuple[int, int], int] = {}
         after: dict[int, list[Step]] = defaultdict(list)
-        before: dict[int, list[Step]] = defaultdict(list)
-        for i in compute:
+        left: dict[int, list[Step]] = defaultdict(list)
+        back: dict[int, list[Step]] = defaultdict(list)
+        for n, i in enumerate(compute):
             for op in ops_of(order[i]):
                 if op.micro_batch % every:
                     continue
                 key = (op.stage, op.micro_batch)
                 if op.kind is Kind.F:
-                    forward_at[key] = i
+                    forward_at[key] = n
                 elif op.kind in _FIRST_BACKWARD and key in forward_at:
-                    last = number[i] - 1
-                    if last > number[forward_at[key]] + 1:
-                        forward = _past_sends(order, forward_at[key])
-                        after[forward].append(replace(op, kind=Kind.OFFLOAD))
-                        before[compute[last]].append(replace(op, kind=Kind.RELOAD))
+                    forward = forward_at[key]
+                    behind = (
+                        behind_backward[forward] if overlapped is None else forward + overlapped
+                    )
+                    if behind + 1 >= n - 1:
+                        continue
+                    out, gone = (replace(op, kind=k) for k in (Kind.OFFLOAD, Kind.OFFLOADED))
+                    sent = _past_sends(order, compute[forward])
+                    if behind == forward:
+                        after[sent] += [out, gone]
+                    else:
+                        after[sent].append(out)
+                        left[compute[behind + 1]].append(gone)
+                    back[compute[n - 1]].append(replace(op, kind=Kind.RELOAD))
+        # What leaves makes room for what comes back.
+        before = {i: left[i] + back[i] for i in left.keys() | back.keys()}
         return _insert(order, before, after)
 
     return _rewrite(schedule, offload)
@@ -225,6 +244,17 @@ def _compute_steps(order: Sequence[Step]) -> list[int]:
     return [i for i, step in enumerate(order) if ops_of(step)[0].kind in COMPUTE]
 
 
+def _next_backwards(computations: Sequence[tuple[Op, ...]]) -> list[int]:
+    """For each computation the number of the next one behind it that has a backward, or how many
+    there are."""
+    numbers, following = [], len(computations)
+    for n in range(len(computations) - 1, -1, -1):
+        numbers.append(following)
+        if any(op.kind is not Kind.F for op in computations[n]):
+            following = n
+    return numbers[::-1]
+
+
 def _sends(schedule: Schedule, step: Step) -> list[Step]:
     sends: list[Step] = []
     for op in ops_of(step):
@@ -305,7 +335,7 @@ def _rewrite(schedule: Schedule, change: Callable[[tuple[Step, ...]], Iterable[S
 
 
 def _refuse_lowered(schedule: Schedule) -> None:
-    lowered = schedule.kinds() - COMPUTE - {Kind.OFFLOAD, Kind.RELOAD}
+    lowered = schedule.kinds() - COMPUTE - {Kind.OFFLOAD, Kind.OFFLOADED, Kind.RELOAD}
     if lowered:
         raise ScheduleError(
             f"{schedule.name} has {' and '.join(sorted(kind.value for kind in lowered))} already;"

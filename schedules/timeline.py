@@ -226,7 +226,7 @@ def _message(run: Run, key: int) -> Op:
 
 
 def _memory(run: Run, rank: int, stage_bytes: StageBytes) -> tuple[MemoryPoint, ...]:
-    """Bytes over time. Host copies (OFFLOAD, RELOAD) count at the time of their entry."""
+    """Bytes over time. What moves to the host counts until OFFLOADED and from RELOAD on."""
     held = stage_bytes.base[rank] if stage_bytes.base else 0.0
     points = [MemoryPoint(0.0, held)]
 
@@ -249,7 +249,7 @@ def _memory(run: Run, rank: int, stage_bytes: StageBytes) -> tuple[MemoryPoint, 
                 change(finish, operands - activation)
             elif op.kind is Kind.W:
                 change(finish, -operands)
-            elif op.kind is Kind.OFFLOAD:
+            elif op.kind is Kind.OFFLOADED:
                 change(start, -activation)
             elif op.kind is Kind.RELOAD:
                 change(start, activation)

@@ -107,6 +107,14 @@ def test_costs_of_zero_are_no_trouble(capsys):
     assert "(nothing runs)" in run(capsys, "search", "--costs", "0,0,0", "--effort", "1000")
 
 
+def test_show_lowered_has_the_offloads(capsys):
+    text = run(capsys, "show", "1f1b", "--lowered", "--offload", "1", "--paced")
+    assert "0OFFLOAD0" in text
+    assert text.index("0OFFLOADED0") < text.index("0F2") < text.index("0RELOAD1")
+    assert "add --lowered" in refuse(capsys, "show", "1f1b", "--offload", "1")
+    assert "add --offload 1" in refuse(capsys, "show", "1f1b", "--lowered", "--paced")
+
+
 def test_show_lowered_has_the_transfers(capsys):
     text = run(capsys, "show", "1f1b", "--ranks", "2", "--micro-batches", "1", "--lowered")
     for op in ("0SEND_F0", "1RECV_F0", "1FREE_F0", "1SEND_B0", "0RECV_B0"):

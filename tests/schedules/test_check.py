@@ -106,8 +106,20 @@ GOOD = "1F0 1B0 1F1 1B1"
             "rank 0 never runs 0OFFLOAD0, though 0RELOAD0 brings it back; add it",
         ),
         (
-            by_hand("0F0 0OFFLOAD0 0F1 0B0 0RELOAD0 0B1", GOOD),
-            "rank 0, step 3, 0B0: it runs before 0RELOAD0; move it behind",
+            by_hand("0F0 0OFFLOAD0 0OFFLOADED0 0F1 0B0 0RELOAD0 0B1", GOOD),
+            "rank 0, step 4, 0B0: it runs before 0RELOAD0; move it behind",
+        ),
+        (
+            by_hand("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1", GOOD),
+            "rank 0 never runs 0OFFLOADED0, where 0OFFLOAD0's copy has to be done; add it",
+        ),
+        (
+            by_hand("0F0 0OFFLOADED0 0F1 0B0 0B1", GOOD),
+            "rank 0 never runs 0OFFLOAD0, which 0OFFLOADED0 waits for; add it",
+        ),
+        (
+            by_hand("0F0 0OFFLOAD0 0F1 0RELOAD0 0OFFLOADED0 0B0 0B1", GOOD),
+            "rank 0, step 3, 0RELOAD0: it runs before 0OFFLOADED0; move it behind",
         ),
     ],
 )

@@ -233,31 +233,49 @@ def test_pairs_stay_only_if_they_are_to_be_fused():
     ]
 
 
-@given(schedules(), st.integers(1, 4))
-def test_offload_moves_what_has_time_to_move(schedule, every):
-    check(add_frees(add_transfers(add_offload(schedule, every=every))))
-    check(add_offload(add_frees(add_transfers(schedule)), every=every))
-    moved = add_offload(schedule, every=every)
+@given(schedules(), st.integers(1, 4), st.sampled_from([None, 0, 1, 2]))
+def test_offload_moves_what_has_time_to_move(schedule, every, overlapped):
+    moved = add_offload(schedule, every=every, overlapped=overlapped)
+    check(add_frees(add_transfers(moved)))
+    lowered = add_frees(add_transfers(schedule))
+    check(add_offload(lowered, every=every, overlapped=overlapped))
     for before, order in zip(schedule.orders, moved.orders, strict=True):
-        forward, backward = {}, {}  # (stage, micro-batch) -> step among the computations
+        forward, backward, has_backward = {}, {}, []  # (stage, micro-batch) -> computation
         for i, step in enumerate(before):
+            has_backward.append(any(op.kind is not Kind.F for op in ops_of(step)))
             for op in ops_of(step):
                 if op.kind is not Kind.W:
                     at = forward if op.kind is Kind.F else backward
                     at[op.stage, op.micro_batch] = i
-        away, home, num_steps = {}, {}, 0
+        found = {Kind.OFFLOAD: {}, Kind.OFFLOADED: {}, Kind.RELOAD: {}}
+        num_steps = 0
         for step in order:
             if ops_of(step)[0].kind in COMPUTE:
                 num_steps += 1
             else:
-                moves = away if step.kind is Kind.OFFLOAD else home
-                moves[step.stage, step.micro_batch] = num_steps
-        assert away.keys() == home.keys()
+                found[step.kind][step.stage, step.micro_batch] = num_steps
+        away, gone, home = found.values()
+        assert away.keys() == gone.keys() == home.keys()
         for key, i in forward.items():
-            worth_it = backward[key] - i > 2 and key[1] % every == 0
+            if overlapped is not None:
+                waits = i + overlapped
+            else:
+                waits = next(n for n in range(i + 1, len(before)) if has_backward[n])
+            worth_it = waits + 1 < backward[key] - 1 and key[1] % every == 0
             assert (key in away) == worth_it
             if worth_it:
-                assert (away[key], home[key]) == (i + 1, backward[key] - 1)
+                assert (away[key], gone[key], home[key]) == (i + 1, waits + 1, backward[key] - 1)
+
+
+def test_offload_stands_where_the_text_says():
+    paced = add_frees(add_transfers(add_offload(make("1f1b", 4, 4), overlapped=1)))
+    assert [text for text in texts(paced, 0) if "_B" not in text] == [
+        *("0F0", "0SEND_F0", "0OFFLOAD0"),
+        *("0F1", "0SEND_F1", "0OFFLOAD1", "0OFFLOADED0"),
+        *("0F2", "0SEND_F2", "0OFFLOAD2", "0OFFLOADED1", "0RELOAD0"),
+        *("0F3", "0SEND_F3", "0OFFLOAD3", "0OFFLOADED2", "0RELOAD1"),
+        *("0B0", "0OFFLOADED3", "0RELOAD2", "0B1", "0RELOAD3", "0B2", "0B3"),
+    ]
 
 
 def test_dropped_micro_batches_leave_the_other_half_of_a_pair():
@@ -274,6 +292,7 @@ def test_dropped_micro_batches_leave_the_other_half_of_a_pair():
         (lambda s: add_transfers(add_transfers(s)), "has RECV_B and RECV_F and SEND_B and SEND_F"),
         (lambda s: add_frees(add_frees(s)), "the order has its frees already"),
         (lambda s: add_offload(s, every=0), "add_offload(every=0); the least is 1"),
+        (lambda s: add_offload(s, overlapped=-1), "add_offload(overlapped=-1); the least is 0"),
         (lambda s: add_transfers(s, recv_lead=-1), "recv_lead is -1; the least is 0"),
         (
             lambda s: add_transfers(from_csv("0F0,0B0\n1F0\n", name="x")),
