@@ -7,7 +7,7 @@ all kinds     ledger (checks of every call), slots (receive buffers), agree (wha
 anywhere      local (inside a process), p2p (gloo, over connection)
 GPUs          nccl (over communicators), copy_engine (over peer_memory), put
 on GPUs       device (order, events, deadlines, abort, for all three), watchdog, lives (dead peers),
-              ring (slots in turn), meeting (opening), background (calls that may hang)
+              ring (slots in turn), opening (over meeting), background (calls that may hang)
 libraries     driver (libcuda), nccl_api and nccl_library (libnccl), by ctypes
 
 Imports torch and the standard library, nothing else of ppruntime.

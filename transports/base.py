@@ -123,8 +123,8 @@ class Transport(Protocol):
         """At the destination: the slot's last reader has been issued; it may be overwritten."""
 
     def step_end(self) -> None:
-        """Waits until all that was sent has left; checks that nothing is posted, taken or
-        pending."""
+        """Waits until all that was sent has left and all that was taken is there; checks that
+        nothing is posted, taken or pending. When it returns the step has had its data."""
 
     def abort(self, reason: str) -> None:
         """Ends all transfers; later calls raise TransportError with `reason`. Idempotent, from any

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from ppruntime.transports import meeting, selftest
+from ppruntime.transports import meeting, opening
 from ppruntime.transports.base import Channel, TransportError
 from ppruntime.transports.device import DeviceTransport
 from ppruntime.transports.driver import WORD_BYTES, Driver, OwnStream
@@ -203,18 +203,22 @@ class _Fabric:
         # One local word per channel, to stage counts in; zero before any count is staged.
         staging = torch.zeros(len(channels), dtype=torch.int32, device=device)
         torch.cuda.current_stream(device).synchronize()
-        their_descriptor, their_bytes = swap_descriptors(
-            store,
-            f"memory of ranks {min(rank, peer)} and {max(rank, peer)}",
-            descriptor,
-            own.num_bytes,
-            is_first=rank < peer,
-            timeout_seconds=timeout_seconds,
-        )
-        theirs = map_peer(driver, device.index, their_descriptor, their_bytes)
+        try:
+            their_descriptor, their_bytes = swap_descriptors(
+                store,
+                f"memory of ranks {min(rank, peer)} and {max(rank, peer)}",
+                descriptor,
+                own.num_bytes,
+                is_first=rank < peer,
+                timeout_seconds=timeout_seconds,
+            )
+        finally:
+            os.close(descriptor)
+        try:
+            theirs = map_peer(driver, device.index, their_descriptor, their_bytes)
+        finally:
+            os.close(their_descriptor)
         self._memories.append(theirs)
-        os.close(descriptor)
-        os.close(their_descriptor)
         for i, channel in enumerate(channels):
             stream, word = OwnStream(driver, device), staging[i]
             has_credits = channel.id not in uncredited
@@ -279,46 +283,37 @@ def open(
     next message is sent; `selftest`, False to leave the start-up test out. Raises TransportError
     where ends are on different hosts or share a GPU.
     """
-    device = meeting.checked_device(_KIND, device)
-    reason = unavailable_reason()
-    if reason is not None:
-        raise TransportError(reason)
-    if store is None:
-        raise TransportError(f"{_KIND} needs a store by which the ranks meet; pass store=")
-    meeting.check_known(_KIND, options, OPTIONS)
-    uncredited = meeting.uncredited_of(_KIND, options)
-    mine = sorted((c for c in channels if rank in (c.src_rank, c.dst_rank)), key=lambda c: c.id)
-    peers = meeting.peers_of(mine, rank)
-    with meeting.OpeningLimit(_KIND, rank, timeout_seconds):
-        places = meeting.swap_places(store, device, rank, peers, timeout_seconds)
-        check_places(mine, places)
-        driver = Driver(device)
-        fabric = _Fabric(driver, device)
-        for peer in peers:  # ascending on every rank, so the smallest pair that is left proceeds
-            fabric.connect(
-                [c for c in mine if peer in (c.src_rank, c.dst_rank)],
-                rank,
-                peer,
-                store=store,
-                uncredited=uncredited,
-                timeout_seconds=timeout_seconds,
-            )
-        # No rank sends before its peers' words are zero and all is mapped.
-        meeting.swap_texts(store, "readiness", "open", rank, peers, timeout_seconds)
-    transport = DeviceTransport(
+    return opening.open_ends(
         _KIND,
+        channels,
         rank,
-        mine,
-        driver=driver,
         device=device,
         timeout_seconds=timeout_seconds,
         store=store,
-        senders=fabric.sources,
-        receivers=fabric.destinations,
-        fabric=fabric,
-        lives=meeting.lives_of(places, rank),
+        options=options,
+        taken=OPTIONS,
+        reason=unavailable_reason(),
+        connect=_connect,
     )
-    return selftest.tested(transport, mine, rank, device, store, timeout_seconds, options)
+
+
+def _connect(start: opening.Start) -> opening.Ends:
+    rank, peers = start.rank, start.peers
+    check_places(start.channels, start.places)
+    driver = Driver(start.device)
+    fabric = _Fabric(driver, start.device)
+    for peer in peers:  # ascending on every rank, so the smallest pair that is left proceeds
+        fabric.connect(
+            [c for c in start.channels if peer in (c.src_rank, c.dst_rank)],
+            rank,
+            peer,
+            store=start.store,
+            uncredited=start.options.uncredited,
+            timeout_seconds=start.timeout_seconds,
+        )
+    # No rank sends before its peers' words are zero and all is mapped.
+    meeting.swap_texts(start.store, "readiness", "open", rank, peers, start.timeout_seconds)
+    return opening.Ends(driver, fabric.sources, fabric.destinations, fabric)
 
 
 def check_places(channels: Sequence[Channel], places: Mapping[int, meeting.Place]) -> None:

@@ -218,7 +218,7 @@ class DeviceTransport:
 
     def step_end(self) -> None:
         self._ledger.step_end()
-        self._wait_until_left()
+        self._wait_until_past()
 
     def abort(self, reason: str) -> None:
         with self._lock:
@@ -233,7 +233,7 @@ class DeviceTransport:
                 return
         try:
             if self._ledger.ended is None:
-                self._wait_until_left()
+                self._wait_until_past()
         finally:
             drained = self._drain()
             orderly = self._ledger.ended is None
@@ -283,9 +283,11 @@ class DeviceTransport:
         ends = [s.end for s in self._sending.values()], [r.end for r in self._receiving.values()]
         return [stream for kind in ends for end in kind for stream in end.streams]
 
-    def _wait_until_left(self) -> None:
+    def _wait_until_past(self) -> None:
+        # What was taken too: an abort lets the GPU go on without its data, and who had left the
+        # step by then would update weights with it. Here it is landed, or `check_alive` raises.
         # Polls rather than synchronises: the watchdog ends it, also where a wait has no end.
-        while any(p.is_send for p in self._pending.prune(time.monotonic())):
+        while self._pending.prune(time.monotonic()):
             self._ledger.check_alive()
             time.sleep(_POLL_SECONDS)
         self._ledger.check_alive()

@@ -179,21 +179,3 @@ def environment() -> Mapping[str, str]:
     """The process's environment as the CUDA driver sees it. Read here, against the house rule that
     only launchers read it: what counts is what the driver was started with, not what was meant."""
     return os.environ
-
-
-def check_known(kind: str, options: Mapping[str, object], known: frozenset[str]) -> None:
-    """Raises TransportError for an option that the kind does not take: it would have no effect."""
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise TransportError(
-            f"{kind} takes the options {', '.join(sorted(known))}, got {', '.join(unknown)}; remove"
-            " what it does not take"
-        )
-
-
-def uncredited_of(kind: str, options: Mapping[str, object]) -> frozenset[int]:
-    """The option `uncredited`: ids of channels that need no credits."""
-    ids = options.get("uncredited", frozenset())
-    if not isinstance(ids, frozenset):
-        raise TransportError(f"{kind}: uncredited must be a frozenset of channel ids, got {ids!r}")
-    return ids

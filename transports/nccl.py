@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from ppruntime.transports import meeting, nccl_library, selftest
+from ppruntime.transports import meeting, nccl_library, opening
 from ppruntime.transports.base import ALIGNMENT_BYTES, Channel, TransportError
 from ppruntime.transports.communicators import DST, SRC, Communicators
 from ppruntime.transports.device import DeviceTransport
@@ -236,58 +236,50 @@ def open(
     `recv_lead`, see above (default 1); `selftest`, False to leave the start-up test out. Every
     channel moves one message before this returns, so no communicator is made during a step.
     """
-    reason = unavailable_reason()
-    if reason is not None:
-        raise TransportError(reason)
-    device = meeting.checked_device(_KIND, device)
-    if store is None:
-        raise TransportError(f"{_KIND} needs a store by which the ranks meet; pass store=")
-    transport_ctas, recv_lead = _checked_options(options)
-    mine = sorted((c for c in channels if rank in (c.src_rank, c.dst_rank)), key=lambda c: c.id)
-    sources, destinations = dict[int, _Source](), dict[int, _Destination]()
-
-    def configure(config: Config) -> None:
-        if transport_ctas is not None:
-            config.min_ctas, config.max_ctas = 1, transport_ctas
-
-    with meeting.OpeningLimit(_KIND, rank, timeout_seconds):
-        peers = meeting.peers_of(mine, rank)
-        places = meeting.swap_places(store, device, rank, peers, timeout_seconds)
-        nccl = meeting.agreed_library(
-            _KIND,
-            lambda: nccl_library.load(nccl_library.FOR_SEND_RECV),
-            store,
-            rank,
-            peers,
-            timeout_seconds,
-        )
-        driver, comms = Driver(device), Communicators(nccl, store)
-        for channel in mine:  # by id on every rank: making a communicator waits for the other end
-            stream = OwnStream(driver, device)
-            is_source = channel.src_rank == rank
-            comm = comms.open(channel, is_source=is_source, configure=configure)
-            _warm_up(nccl, comm, is_source, stream, device)
-            if is_source:
-                sources[channel.id] = _Source(comms, comm, driver, stream, channel, device)
-            else:
-                destinations[channel.id] = _Destination(
-                    comms, comm, stream, channel, device, recv_lead
-                )
-        torch.cuda.synchronize(device)
-    transport = DeviceTransport(
+    return opening.open_ends(
         _KIND,
+        channels,
         rank,
-        mine,
-        driver=driver,
         device=device,
         timeout_seconds=timeout_seconds,
         store=store,
-        senders=sources,
-        receivers=destinations,
-        fabric=_Fabric(comms),
-        lives=meeting.lives_of(places, rank),
+        options=options,
+        taken=OPTIONS,
+        reason=unavailable_reason(),
+        connect=_connect,
     )
-    return selftest.tested(transport, mine, rank, device, store, timeout_seconds, options)
+
+
+def _connect(start: opening.Start) -> opening.Ends:
+    nccl = meeting.agreed_library(
+        _KIND,
+        lambda: nccl_library.load(nccl_library.FOR_SEND_RECV),
+        start.store,
+        start.rank,
+        start.peers,
+        start.timeout_seconds,
+    )
+    device, ctas = start.device, start.options.transport_ctas
+
+    def configure(config: Config) -> None:
+        if ctas is not None:
+            config.min_ctas, config.max_ctas = 1, ctas
+
+    driver, comms = Driver(device), Communicators(nccl, start.store)
+    sources, destinations = dict[int, _Source](), dict[int, _Destination]()
+    for channel in start.channels:  # making a communicator waits for the other end
+        stream = OwnStream(driver, device)
+        is_source = channel.src_rank == start.rank
+        comm = comms.open(channel, is_source=is_source, configure=configure)
+        _warm_up(nccl, comm, is_source, stream, device)
+        if is_source:
+            sources[channel.id] = _Source(comms, comm, driver, stream, channel, device)
+        else:
+            destinations[channel.id] = _Destination(
+                comms, comm, stream, channel, device, start.options.recv_lead
+            )
+    torch.cuda.synchronize(device)
+    return opening.Ends(driver, sources, destinations, _Fabric(comms))
 
 
 def _warm_up(
@@ -299,13 +291,3 @@ def _warm_up(
     move, peer = (nccl.send, DST) if is_source else (nccl.recv, SRC)
     move(token.data_ptr(), _MIN_MESSAGE_BYTES, peer, comm, stream.handle)
     stream.torch.synchronize()  # `token` is of this stream's time only
-
-
-def _checked_options(options: Mapping[str, object]) -> tuple[int | None, int]:
-    meeting.check_known(_KIND, options, OPTIONS)
-    ctas, lead = options.get("transport_ctas"), options.get("recv_lead", 1)
-    if ctas is not None and not (isinstance(ctas, int) and 1 <= ctas <= 64):
-        raise TransportError(f"{_KIND}: transport_ctas must be 1 to 64, got {ctas!r}")
-    if not (isinstance(lead, int) and lead >= 0):
-        raise TransportError(f"{_KIND}: recv_lead must be 0 or more, got {lead!r}")
-    return ctas, lead

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from ppruntime.transports import meeting, nccl_library, selftest
+from ppruntime.transports import meeting, nccl_library, opening
 from ppruntime.transports.base import ALIGNMENT_BYTES, Boundary, Channel, TransportError
 from ppruntime.transports.communicators import DST, SRC, Communicators
 from ppruntime.transports.device import DeviceTransport
@@ -237,7 +237,8 @@ def unavailable_reason(options: Mapping[str, object] | None = None) -> str | Non
     reason = meeting.no_cuda_reason(_KIND) or meeting.queue_reason(_KIND, meeting.environment())
     if reason is None and options is not None:
         try:
-            nccl_library.load(nccl_library.FOR_PUT, _checked_library(options))
+            library = opening.checked_options(_KIND, options, OPTIONS).nccl_library
+            nccl_library.load(nccl_library.FOR_PUT, library)
         except TransportError as error:
             reason = str(error)
     return reason
@@ -260,65 +261,51 @@ def open(
     test out. Raises TransportError, on both ends of every channel, if one of them has no such
     library or no support for windows.
     """
-    device = meeting.checked_device(_KIND, device)
-    reason = unavailable_reason()
-    if reason is not None:
-        raise TransportError(reason)
-    if store is None:
-        raise TransportError(f"{_KIND} needs a store by which the ranks meet; pass store=")
-    mine = sorted((c for c in channels if rank in (c.src_rank, c.dst_rank)), key=lambda c: c.id)
-    meeting.check_known(_KIND, options, OPTIONS)
-    uncredited = meeting.uncredited_of(_KIND, options)
-    peers = meeting.peers_of(mine, rank)
-    with meeting.OpeningLimit(_KIND, rank, timeout_seconds):
-        places = meeting.swap_places(store, device, rank, peers, timeout_seconds)
-        path = _checked_library(options)
-        nccl = meeting.agreed_library(
-            _KIND,
-            lambda: nccl_library.load(nccl_library.FOR_PUT, path),
-            store,
-            rank,
-            peers,
-            timeout_seconds,
-        )
-        driver, comms = Driver(device), Communicators(nccl, store)
-        fabric, sources, destinations = (
-            _Fabric(comms),
-            dict[int, _Source](),
-            dict[int, _Destination](),
-        )
-        for channel in mine:  # by id on every rank: each edge waits for its other end
-            stream = OwnStream(driver, device)
-            is_source = channel.src_rank == rank
-            edge = _open_edge(comms, channel, is_source)
-            fabric.edges.append(edge)
-            _warm_up(edge, is_source, stream)
-            has_credits = channel.id not in uncredited
-            if is_source:
-                # Its own, so that a channel that waits for a credit holds no other's staging.
-                staging = OwnStream(driver, device)
-                sources[channel.id] = _Source(
-                    edge, driver, stream, staging, channel, has_credits=has_credits
-                )
-            else:
-                destinations[channel.id] = _Destination(
-                    edge, stream, channel, device, has_credits=has_credits
-                )
-        torch.cuda.synchronize(device)
-    transport = DeviceTransport(
+    return opening.open_ends(
         _KIND,
+        channels,
         rank,
-        mine,
-        driver=driver,
         device=device,
         timeout_seconds=timeout_seconds,
         store=store,
-        senders=sources,
-        receivers=destinations,
-        fabric=fabric,
-        lives=meeting.lives_of(places, rank),
+        options=options,
+        taken=OPTIONS,
+        reason=unavailable_reason(),
+        connect=_connect,
     )
-    return selftest.tested(transport, mine, rank, device, store, timeout_seconds, options)
+
+
+def _connect(start: opening.Start) -> opening.Ends:
+    nccl = meeting.agreed_library(
+        _KIND,
+        lambda: nccl_library.load(nccl_library.FOR_PUT, start.options.nccl_library),
+        start.store,
+        start.rank,
+        start.peers,
+        start.timeout_seconds,
+    )
+    device = start.device
+    driver, comms = Driver(device), Communicators(nccl, start.store)
+    fabric, sources, destinations = _Fabric(comms), dict[int, _Source](), dict[int, _Destination]()
+    for channel in start.channels:  # each edge waits for its other end
+        stream = OwnStream(driver, device)
+        is_source = channel.src_rank == start.rank
+        edge = _open_edge(comms, channel, is_source)
+        fabric.edges.append(edge)
+        _warm_up(edge, is_source, stream)
+        has_credits = channel.id not in start.options.uncredited
+        if is_source:
+            # Its own, so that a channel that waits for a credit holds no other's staging.
+            staging = OwnStream(driver, device)
+            sources[channel.id] = _Source(
+                edge, driver, stream, staging, channel, has_credits=has_credits
+            )
+        else:
+            destinations[channel.id] = _Destination(
+                edge, stream, channel, device, has_credits=has_credits
+            )
+    torch.cuda.synchronize(device)
+    return opening.Ends(driver, sources, destinations, fabric)
 
 
 def _open_edge(comms: Communicators, channel: Channel, is_source: bool) -> _Edge:
@@ -349,10 +336,3 @@ def _warm_up(edge: _Edge, is_source: bool, stream: OwnStream) -> None:
 def _no_thread_blocks(config: Config) -> None:
     config.cta_policy = CTA_POLICY_ZERO
     config.min_ctas = config.max_ctas = 1
-
-
-def _checked_library(options: Mapping[str, object]) -> str | None:
-    path = options.get("nccl_library")
-    if path is not None and not isinstance(path, str):
-        raise TransportError(f"{_KIND}: nccl_library must be a path, got {path!r}")
-    return path

@@ -8,7 +8,7 @@ calls, so what it proves is the path that training takes.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,32 +77,30 @@ def run_selftest(
     return SelfTest(tuple(times), len(transport.streams), time.monotonic() - start)
 
 
-def tested(
+def test_once(
     transport: DeviceTransport,
     channels: Sequence[Channel],
     rank: int,
+    *,
     device: torch.device,
     store: Store,
     timeout_seconds: float,
-    options: Mapping[str, object],
-) -> DeviceTransport:
-    """The transport just opened, after its start-up test unless the option `selftest` is False.
-    Aborts and closes it if the test fails."""
-    if options.get("selftest", True):
-        try:
-            transport.start_up = run_selftest(
-                transport,
-                channels,
-                rank,
-                device=device,
-                store=PrefixStore("selftest", store),
-                timeout_seconds=timeout_seconds,
-            )
-        except BaseException as error:
-            transport.abort(f"the start-up test failed: {error}")
-            transport.close()
-            raise
-    return transport
+) -> None:
+    """Tests the transport just opened and leaves the result in it. Aborts and closes it if the test
+    fails. `store` is the one that it was opened with."""
+    try:
+        transport.start_up = run_selftest(
+            transport,
+            channels,
+            rank,
+            device=device,
+            store=PrefixStore("selftest", store),
+            timeout_seconds=timeout_seconds,
+        )
+    except BaseException as error:
+        transport.abort(f"the start-up test failed: {error}")
+        transport.close()
+        raise
 
 
 def payload(channel: Channel, message: int, device: torch.device) -> tuple[Tensor, ...]:

@@ -97,7 +97,8 @@ class Watchdog:
 
         def tell() -> None:
             try:
-                self._store.set(_ABORT_KEY, f"rank {self._rank}: {reason}")
+                # The first reason stays: who hears of it gives up too, and has no other.
+                self._store.compare_set(_ABORT_KEY, "", f"rank {self._rank}: {reason}")
             except Exception as error:
                 print(f"rank {self._rank} could not announce its abort: {error}", file=sys.stderr)
 

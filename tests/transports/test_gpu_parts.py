@@ -25,6 +25,7 @@ from ppruntime.transports import (
     nccl,
     nccl_api,
     nccl_library,
+    opening,
     put,
     ring,
 )
@@ -317,12 +318,33 @@ def test_a_place_is_the_same_after_its_text():
     assert meeting.parse_place(str(place)) == place
 
 
-def test_unknown_and_wrong_options_are_refused_by_name():
-    with pytest.raises(TransportError, match="takes the options selftest, uncredited, got ctas"):
-        meeting.check_known("copy_engine", {"ctas": 4}, copy_engine.OPTIONS)
-    with pytest.raises(TransportError, match="frozenset of channel ids"):
-        meeting.uncredited_of("put", {"uncredited": [1]})
-    assert meeting.uncredited_of("put", {"uncredited": frozenset({1})}) == {1}
+@pytest.mark.parametrize(
+    ("module", "given", "text"),
+    [
+        (copy_engine, {"ctas": 4}, "takes the options selftest, uncredited, got ctas"),
+        (
+            put,
+            {"uncredited": [1]},
+            r"put: uncredited must be a frozenset of .*, got \[1\]",
+        ),
+        (put, {"nccl_library": 3}, "put: nccl_library must be a path, got 3"),
+        (nccl, {"transport_ctas": 65}, "nccl: transport_ctas must be 1 to 64, got 65"),
+        (nccl, {"transport_ctas": True}, "nccl: transport_ctas must be 1 to 64, got True"),
+        (nccl, {"recv_lead": -1}, "nccl: recv_lead must be 0 or more, got -1"),
+        (nccl, {"selftest": 0}, "nccl: selftest must be True or False, got 0"),
+    ],
+)
+def test_unknown_and_wrong_options_are_refused_by_name(module, given, text):
+    with pytest.raises(TransportError, match=text):
+        opening.checked_options(module._KIND, given, module.OPTIONS)
+
+
+def test_every_option_of_every_kind_has_a_rule_and_a_default():
+    for module in (copy_engine, put, nccl):
+        assert opening._RULES.keys() >= module.OPTIONS
+    assert opening.checked_options("nccl", {}, nccl.OPTIONS) == opening.Options()
+    options = opening.checked_options("put", {"uncredited": frozenset({1})}, put.OPTIONS)
+    assert options.uncredited == {1}
 
 
 def test_a_peer_that_does_not_come_is_named():

@@ -180,6 +180,30 @@ def test_a_message_that_does_not_come_ends_the_transfers_of_both_ranks_in_time(k
 
 
 @pytest.mark.parametrize("kind", ["copy_engine", "nccl"])
+def test_a_step_does_not_end_well_before_all_that_was_taken_is_there(kind):
+    # A stage's last op may wait for a gradient: nothing is sent after it that would tell.
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+
+    def run(rank, transport):
+        if rank == 1:
+            transport.post(channel, 7)
+            transport.take(channel, 7)
+            transport.release(channel, 7)
+        else:
+            time.sleep(0.5)
+            transport.abort("the operator said so")
+        try:
+            transport.step_end()
+        except TransportError as error:
+            transport.close()
+            return str(error)
+
+    for text in _run(kind, [channel], run):
+        assert text is not None, "a rank took the step for done, without its message"
+        assert text.count("the operator said so") == 1
+
+
+@pytest.mark.parametrize("kind", ["copy_engine", "nccl"])
 def test_an_abort_lets_go_of_a_send_that_waits_for_a_slot(kind):
     channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
 
