@@ -6,7 +6,7 @@ which the caller prints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -21,14 +21,10 @@ from ppruntime.launch.project_numbers import (
     pace_numbers,
     pipeline_numbers,
 )
-from ppruntime.projector import Job, Number, Origin, Pace, ProjectionError, positive
+from ppruntime.projector import Job, Number, Pace, ProjectionError, positive
 
 if TYPE_CHECKING:
-    from ppruntime.calibration import Calibration, PerStep
     from ppruntime.config import Config
-    from ppruntime.pipeline_projection import HopCost, StageCost
-    from ppruntime.plan import StagePlan
-    from ppruntime.schedules.ops import Schedule
 
 PLAN_OF_RECORD = Path(__file__).parent / "configs" / "v41-flash-pp16.toml"
 """The run whose batch, order and model count where no file is given."""
@@ -153,8 +149,10 @@ def project(
             raise ProjectionError(
                 "--gpus and parallel.dp say the same thing twice; leave one of them out"
             )
+        from ppruntime.launch.project_parts import replicas
+
         whole = is_pipeline or global_batch_tokens is None
-        dp = _replicas(config, gpus, whole=whole)
+        dp = replicas(config, gpus, whole=whole)
         if dp:
             config = load(files, [*overrides, f"parallel.dp={dp}"])
     if is_pipeline and global_batch_tokens is not None:
@@ -226,23 +224,6 @@ def _no_effect(start: str, **pipeline_flags: object) -> None:
             )
 
 
-def _replicas(config: Config, gpus: int, *, whole: bool) -> int:
-    """Pipelines side by side on so many GPUs; 0 where the GPUs are not whole ones and need not."""
-    positive("--gpus", gpus)
-    pp, ep = config.pp.size, config.parallel.ep
-    if gpus % (pp * ep) == 0:
-        return gpus // (pp * ep)
-    if not whole:
-        return 0
-    below, above = gpus // (pp * ep) * pp * ep, -(-gpus // (pp * ep)) * pp * ep
-    nearest = f"{below:,} or {above:,}" if below else f"{above:,}"
-    raise ProjectionError(
-        f"{gpus:,} GPUs are not whole pipelines of pp.size {pp} x parallel.ep {ep} = {pp * ep};"
-        f" use {nearest}, change pp.size or parallel.ep, or give an MFU, a step or days with "
-        "--global-batch-tokens"
-    )
-
-
 def _from_number(job: Job, start: str, value: object) -> Pace:
     assert isinstance(value, float), f"{start} starts no arithmetic"
     positive(flag(start), value)
@@ -270,127 +251,22 @@ def _pipeline(
     jitter: float | None,
     seed: int | None,
 ) -> tuple[Pace, dict[str, Number]]:
-    from ppruntime.calibration import read_calibration
-    from ppruntime.order import make_order
-    from ppruntime.pipeline_projection import HopCost, Parts, stage_costs
+    from ppruntime.launch.project_parts import pipeline_parts
     from ppruntime.pipeline_projection import project as play
-    from ppruntime.plan import cut
 
-    if efficiency is not None:
-        positive("--efficiency", efficiency)
-        if efficiency < 1:
-            raise ProjectionError(
-                f"--efficiency {efficiency:g} is under 1 %; it is in percent, so write "
-                f"{100 * efficiency:g} if that was meant"
-            )
     if seed is not None and not jitter:
         raise ProjectionError("--seed has an effect with --jitter only; add it or leave --seed out")
-    known = read_calibration(calibration) if calibration else None
-    schedule = make_order(config).computations
-    plan = cut(
-        config.model.dims,
-        schedule.stage_to_rank,
-        config.pp.layers_per_stage,
-        seq_len=config.train.seq_len,
-    )
-    parts = Parts(
-        schedule=schedule,
-        stages=_given_costs(costs, schedule)
-        if costs is not None
-        else stage_costs(
-            config,
-            plan,
-            calibration=known,
-            efficiency=None if efficiency is None else efficiency / 100,
-            gpu_flops=job.gpu_flops,
-        ),
-        hops=tuple(
-            HopCost(0.0, 0.0, Origin.MODELLED, "both stages are on one rank")
-            if plan[index].rank == plan[index + 1].rank
-            else hop
-            for index, hop in enumerate(_hops(config, plan, known, transfer_s, link))
-        ),
-        per_step=_per_step(known, per_step_s),
+    parts = pipeline_parts(
+        config,
+        gpu_flops=job.gpu_flops,
+        calibration=calibration,
+        costs=costs,
+        efficiency=efficiency,
+        transfer_s=transfer_s,
+        link=link,
+        per_step_s=per_step_s,
         jitter=jitter or 0.0,
         seed=seed or 0,
-    )
+    ).parts
     projection = play(job, parts)
     return projection.pace, pipeline_numbers(parts, projection)
-
-
-def _given_costs(text: str, schedule: Schedule) -> tuple[StageCost, ...]:
-    from ppruntime.pipeline_projection import Piece, StageCost
-    from ppruntime.schedules.costs import parse_costs
-
-    costs = parse_costs(text, schedule.stage_to_rank)
-    times = zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True)
-    return tuple(
-        StageCost((Piece(f"stage {stage}", f, i, w, Origin.ASSUMED, "--costs"),))
-        for stage, (f, i, w) in enumerate(times)
-    )
-
-
-def _hops(
-    config: Config,
-    plan: Sequence[StagePlan],
-    calibration: Calibration | None,
-    transfer_s: str | None,
-    link: str | None,
-) -> tuple[HopCost, ...]:
-    from ppruntime.pipeline_projection import HopCost, hop_costs
-
-    num_hops = len(plan) - 1
-    if num_hops == 0:
-        for option, value in (("--transfer-s", transfer_s), ("--link", link)):
-            if value is not None:
-                raise ProjectionError(f"{option} has no effect on one stage; leave it out")
-        return ()
-    if transfer_s is not None:
-        if link is not None:
-            raise ProjectionError("--link has no effect beside --transfer-s; leave one of them out")
-        seconds = _numbers("--transfer-s", transfer_s)
-        if len(seconds) not in (1, num_hops):
-            raise ProjectionError(
-                f"--transfer-s has {len(seconds)} numbers, the pipeline {num_hops} hops; give one "
-                "for all or one per hop"
-            )
-        per_hop = seconds * num_hops if len(seconds) == 1 else seconds
-        return tuple(HopCost(s, s, Origin.ASSUMED, "--transfer-s") for s in per_hop)
-    if calibration is not None and calibration.transfers:
-        return hop_costs(config, plan, calibration, link)
-    if link is not None:
-        raise ProjectionError(
-            "--link has no effect: no calibration has transfers; leave it out or add them"
-        )
-    raise ProjectionError(
-        "nothing says how long a transfer takes; give --transfer-s, or a calibration with transfers"
-    )
-
-
-def _per_step(calibration: Calibration | None, text: str | None) -> tuple[PerStep, ...]:
-    """The calibration's pieces; a piece of the same name on the command line replaces it."""
-    from ppruntime.calibration import PerStep
-
-    pieces = {piece.name: piece for piece in (calibration.per_step if calibration else ())}
-    if text is None and not pieces:
-        raise ProjectionError(
-            "nothing says what a step takes beside its pipeline (optimizer, gradient reduction); "
-            "give --per-step-s, or a calibration with per_step"
-        )
-    for part in text.split(",") if text is not None else ():
-        name, equals, seconds = part.rpartition("=")
-        value = _numbers("--per-step-s", seconds)[0]
-        key = name.strip() if equals else "rest"
-        pieces[key] = PerStep(name=key, seconds=value, origin="assumed", source="--per-step-s")
-    return tuple(pieces.values())
-
-
-def _numbers(option: str, text: str) -> tuple[float, ...]:
-    """Seconds, separated by commas."""
-    try:
-        numbers = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or not all(0 <= number < float("inf") for number in numbers):
-        raise ProjectionError(f"{option} {text!r} is not seconds, 0 or more; write such as 0.0073")
-    return numbers

@@ -39,6 +39,10 @@ class OpTimes(Row, frozen=True, kw_only=True):
     input_grad_s: float
     """With what is recomputed for it."""
     weight_grad_s: float
+    forward_p95_s: float | None = None
+    input_grad_p95_s: float | None = None
+    weight_grad_p95_s: float | None = None
+    """95th percentiles, where they were taken."""
 
 
 class StageTimes(OpTimes, frozen=True, kw_only=True):
@@ -63,6 +67,27 @@ class TransferTimes(Row, frozen=True, kw_only=True):
     """Class of the link: nvlink, ib, ..."""
     num_bytes: int
     seconds: float
+    p95_s: float | None = None
+
+
+class Slowdown(Row, frozen=True, kw_only=True):
+    """What a transport in flight does to compute on the same GPU: the difference between ops timed
+    with transfers and without."""
+
+    transport: str
+    one_way: float
+    """Share by which ops take longer while messages go in or out."""
+    both_ways: float
+    blocking: float = 0.0
+    """Share of an op's work that stands still meanwhile, see `schedules.machine.Interference`."""
+
+
+class HeldBytes(Row, frozen=True, kw_only=True):
+    """Bytes that one micro-batch keeps on a unit from its forward to its backward."""
+
+    unit: str
+    ac_mode: str
+    num_bytes: int
 
 
 class PerStep(Row, frozen=True, kw_only=True):
@@ -70,6 +95,7 @@ class PerStep(Row, frozen=True, kw_only=True):
 
     name: str
     seconds: float
+    p95_s: float | None = None
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,6 +128,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     units: tuple[UnitTimes, ...] = ()
     transfers: tuple[TransferTimes, ...] = ()
     per_step: tuple[PerStep, ...] = ()
+    slowdowns: tuple[Slowdown, ...] = ()
+    memory: tuple[HeldBytes, ...] = ()
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -162,6 +190,8 @@ def _problem(found: Calibration) -> str | None:
         ("units", found.units),
         ("transfers", found.transfers),
         ("per_step", found.per_step),
+        ("slowdowns", found.slowdowns),
+        ("memory", found.memory),
     )
     for group, rows in groups:
         keys = [_key(row) for row in rows]
@@ -179,7 +209,21 @@ def _problem(found: Calibration) -> str | None:
                 return f"{place} and {group}[{keys.index(keys[index])}] are the same; keep one"
             if isinstance(row, TransferTimes) and row.num_bytes < 1:
                 return f"{place}.num_bytes is {row.num_bytes}; give 1 or more"
+            if isinstance(row, HeldBytes) and row.num_bytes < 0:
+                return f"{place}.num_bytes is {row.num_bytes}; give 0 or more"
+            if isinstance(row, Slowdown) and (complaint := _no_slowdown(row)):
+                return f"{place} {complaint}"
     return None
+
+
+def _no_slowdown(row: Slowdown) -> str | None:
+    shares = (row.one_way, row.both_ways)
+    if all(0 <= share < math.inf for share in shares) and 0 <= row.blocking <= 1:
+        return None
+    return (
+        f"is {row.one_way:g}, {row.both_ways:g}, blocking {row.blocking:g}; the first two are "
+        "shares from 0 up, the third lies in 0 to 1"
+    )
 
 
 def _key(row: Row) -> tuple[object, ...]:
@@ -190,10 +234,15 @@ def _key(row: Row) -> tuple[object, ...]:
         return (row.unit, row.ac_mode)
     if isinstance(row, TransferTimes):
         return (row.link, row.num_bytes)
+    if isinstance(row, Slowdown):
+        return (row.transport,)
+    if isinstance(row, HeldBytes):
+        return (row.unit, row.ac_mode)
     assert isinstance(row, PerStep), f"a row of unknown kind: {row}"
     return (row.name,)
 
 
 def _times(row: Row) -> list[tuple[str, float]]:
     names = [name for name in row.__struct_fields__ if name == "seconds" or name.endswith("_s")]
-    return [(name, getattr(row, name)) for name in names]
+    found = [(name, getattr(row, name)) for name in names]
+    return [(name, time) for name, time in found if time is not None]

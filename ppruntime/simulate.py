@@ -1,0 +1,206 @@
+"""A pipeline's step on a cluster that is not ideal: parts -> machine -> step, waterfall, replicas.
+
+`pipeline_projection.Parts` says what ops and hops take; `Surroundings` what else happens: transfers
+that slow compute down, noise, host copies, the data ranks' collectives. No torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from ppruntime.config_keys import Config
+from ppruntime.memory import activation_bytes, state_bytes
+from ppruntime.models.dims import unit_parameters
+from ppruntime.models.parameters import Part
+from ppruntime.pipeline_projection import Parts
+from ppruntime.plan import StagePlan
+from ppruntime.projector import Job, Origin, Pace, ProjectionError
+from ppruntime.schedules.costs import Costs, StageBytes
+from ppruntime.schedules.machine import HostCopies, Interference, Link, Machine, Noise, StepEnd
+from ppruntime.schedules.ops import Kind, Schedule
+from ppruntime.schedules.passes import add_offload
+from ppruntime.schedules.simulator import Lost, SimulatedStep, simulate_machine
+
+_UNDISTURBED, _SILENT = Interference(), Noise()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a pipeline's step suffers beside its own ops. The default is nothing."""
+
+    interference: Interference = _UNDISTURBED
+    interference_source: str = "none given"
+    interference_origin: Origin = Origin.ASSUMED
+    noise: Noise = _SILENT
+    replicas: int = 1
+    """Pipelines side by side, each with a draw of the noise of its own; the slowest counts."""
+    reduce_s: tuple[float, ...] = ()
+    """Per rank: gradients over the data ranks; begins when the rank's last op is done."""
+    gather_s: tuple[float, ...] = ()
+    """Per rank: weights over the data ranks, before the next step."""
+    offload_every: int | None = None
+    """Activations of every so many micro-batches go to the host; None: none do."""
+    host: HostCopies | None = None
+    stage_bytes: StageBytes | None = None
+    """For memory over time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A row of the waterfall: the step once `name` is taken into account as well."""
+
+    name: str
+    step_s: float
+    mfu: float
+    """A share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What `simulate` gives. `step` is that of the slowest replica."""
+
+    pace: Pace
+    step: SimulatedStep
+    replica_s: tuple[float, ...]
+    """Each replica's step, ascending; the job's step is the last."""
+    rungs: tuple[Rung, ...]
+    path_s: dict[str, float]
+    """Seconds of the critical path by cause: compute, transfer, host."""
+    path_by_stage_s: tuple[float, ...]
+    """Seconds of compute on the critical path, per stage."""
+
+
+CAUSES = Lost._fields
+"""Why a rank's time is lost, in the order of `Lost`."""
+
+
+def machine_of(parts: Parts, around: Surroundings) -> Machine:
+    """The machine that `parts` and `around` describe. A hop's time is all occupancy of its link, so
+    interference lasts as long as the transfer; hops of one link class share a rank's way out."""
+    kinds = (Kind.F, Kind.I, Kind.W)
+    costs = Costs(*(tuple(stage.seconds(kind) for stage in parts.stages) for kind in kinds))
+    return Machine(
+        costs=costs,
+        # A link of one second's worth per second: a message's bytes are its seconds.
+        links=tuple(Link(hop.source.partition(":")[0], 0.0, 1.0) for hop in parts.hops),
+        forward_bytes=tuple(hop.forward_s for hop in parts.hops),
+        backward_bytes=tuple(hop.backward_s for hop in parts.hops),
+        interference=around.interference,
+        noise=replace(around.noise, jitter=max(around.noise.jitter, parts.jitter)),
+        host=around.host,
+        stage_bytes=around.stage_bytes,
+        end=StepEnd(
+            reduce=around.reduce_s,
+            together=sum(piece.seconds for piece in parts.per_step),
+            gather=around.gather_s,
+        ),
+    )
+
+
+def order_of(parts: Parts, around: Surroundings) -> Schedule:
+    """The order that is played: the parts' own, with offloads if these are wanted."""
+    if around.offload_every is None:
+        return parts.schedule
+    return add_offload(parts.schedule, every=around.offload_every)
+
+
+def simulate(job: Job, parts: Parts, around: Surroundings) -> Simulation:
+    """The step, the slowest of all replicas, and where its time went."""
+    schedule, machine = order_of(parts, around), machine_of(parts, around)
+    noise = machine.noise
+    steps = [
+        simulate_machine(schedule, replace(machine, noise=replace(noise, seed=noise.seed + i)))
+        for i in range(1 if noise.is_none else around.replicas)
+    ]
+    slowest = max(steps, key=lambda step: step.seconds)
+    path: dict[str, float] = defaultdict(float)
+    by_stage = [0.0] * schedule.num_stages
+    for leg in slowest.critical_path:
+        path[leg.cause] += leg.finish - leg.start
+        if leg.cause == "compute":
+            by_stage[leg.op.stage] += leg.finish - leg.start
+    return Simulation(
+        pace=job.at_step_s(slowest.seconds),
+        step=slowest,
+        replica_s=tuple(sorted(step.seconds for step in steps)),
+        rungs=tuple(_waterfall(job, parts, around, slowest)),
+        path_s=dict(path),
+        path_by_stage_s=tuple(by_stage),
+    )
+
+
+def _waterfall(job: Job, parts: Parts, around: Surroundings, whole: SimulatedStep) -> list[Rung]:
+    """From what the ops would take on ranks that never wait, one thing after another."""
+    rungs: list[Rung] = []
+
+    def add(name: str, step_s: float) -> None:
+        rungs.append(Rung(name, step_s, job.at_step_s(step_s).mfu))
+
+    work = whole.work
+    add("work spread evenly, no rank ever waits", sum(work) / len(work))
+    add("+ imbalance between ranks", max(work))
+    free_hops = tuple(replace(hop, forward_s=0.0, backward_s=0.0) for hop in parts.hops)
+    calm = Surroundings(host=around.host, stage_bytes=around.stage_bytes)
+    quiet = replace(parts, jitter=0.0, per_step=(), hops=free_hops)
+
+    def play(parts: Parts, around: Surroundings) -> float:
+        return simulate_machine(order_of(parts, around), machine_of(parts, around)).seconds
+
+    add("+ fill, drain and waits of the order", play(quiet, calm))
+    quiet = replace(quiet, hops=parts.hops)
+    add("+ transfers", play(quiet, calm))
+    if around.interference != _UNDISTURBED:
+        calm = replace(calm, interference=around.interference)
+        add("+ transfers slow compute down", play(quiet, calm))
+    if around.offload_every is not None:
+        calm = replace(calm, offload_every=around.offload_every)
+        add("+ host copies", play(quiet, calm))
+    end = whole.seconds - whole.makespan
+    if not machine_of(parts, around).noise.is_none:
+        add("+ jitter, stragglers, stalls; slowest replica", whole.makespan)
+    if end:
+        add("+ gradient reduction, per-step pieces, gather", whole.seconds)
+    return rungs
+
+
+def stage_bytes(config: Config, plan: Sequence[StagePlan], num_ranks: int) -> StageBytes:
+    """Bytes by the model's sizes, for memory over time: what a micro-batch keeps on a stage, and
+    what a rank holds throughout (weights, gradient sums, optimizer). After I, what it kept counts
+    until W."""
+    kept = tuple(float(activation_bytes(config, stage)) for stage in plan)
+    base = [0.0] * num_ranks
+    for stage in plan:
+        state = state_bytes(config, stage)
+        base[stage.rank] += state.weights + state.gradients + state.optimizer
+    return StageBytes(kept, kept, tuple(base))
+
+
+def collective_seconds(
+    config: Config, plan: Sequence[StagePlan], num_ranks: int, bytes_per_second: float
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds per rank of (reducing fp32 gradients, gathering compute weights) over the data ranks.
+
+    A ring or tree moves (n - 1) / n of a rank's bytes in and out; experts go over dp, all else over
+    dp x ep. Raises ProjectionError for a rate that is none.
+    """
+    if not 0 < bytes_per_second < float("inf"):
+        raise ProjectionError(f"data ranks reduce at {bytes_per_second:g} B/s; give a number > 0")
+    dp, ep = config.parallel.dp, config.parallel.ep
+    item = 4 if config.train.precision == "fp32" else 2
+    reduce, gather = [0.0] * num_ranks, [0.0] * num_ranks
+    for stage in plan:
+        for spec in stage.units:
+            for parameter in unit_parameters(config.model.dims, spec):
+                count = prod(parameter.shape)
+                ranks = dp if parameter.part is Part.EXPERTS else dp * ep
+                if parameter.part is Part.EXPERTS:
+                    count //= ep
+                if parameter.frozen or (parameter.part is Part.ENGRAM_TABLE and ep > 1):
+                    continue  # split by rows over all data ranks, never reduced nor gathered
+                moved = count * (ranks - 1) / ranks / bytes_per_second
+                reduce[stage.rank] += 4 * moved
+                gather[stage.rank] += item * moved
+    return tuple(reduce), tuple(gather)
