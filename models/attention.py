@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ppruntime.models.attention_kernels import UsesKernels
 from ppruntime.models.carry import Carry, MicroBatch
 from ppruntime.models.dims import ModelDims, Role, attention_role
 from ppruntime.models.documents import group_places, take_rows, window_slots
@@ -21,8 +22,7 @@ from ppruntime.models.linear import GroupedLinear, Linear
 from ppruntime.models.norm import RMSNorm
 from ppruntime.models.precision import holder_dtype, widened
 from ppruntime.models.quantize import CacheFormat, through_cache
-from ppruntime.models.rope import Rope, Rotation, rotate
-from ppruntime.models.sparse_attention import sparse_attention
+from ppruntime.models.rope import Rope, Rotation
 
 
 class Compressor(nn.Module):
@@ -61,8 +61,8 @@ class Compressor(nn.Module):
         return normed_BCK
 
 
-class Attention(nn.Module):
-    """One layer's attention. What layers share comes in and goes out by the carry."""
+class AttentionBase(UsesKernels):
+    """What all attentions have: query and key projections, sink, grouped output, rotation."""
 
     def __init__(
         self,
@@ -89,6 +89,30 @@ class Attention(nn.Module):
         )
         self.o_b = Linear(dims.o_groups * dims.o_lora_rank, hidden, device=device, dtype=dtype)
         self.rope = Rope(dims, compressed=self.ratio > 0, device=device)
+
+    def window_keys(self, x_BTD: Tensor, rotation: Rotation) -> Tensor:
+        """[B, T, K] one key, which is its own value, for every token."""
+        return self.kernels.rotate(self.kv_norm(self.kv(x_BTD)), rotation)
+
+    def output(self, o_BTHK: Tensor) -> Tensor:
+        """[B, T, D] by two projections; the first keeps groups of heads apart."""
+        o_BTGX = o_BTHK.reshape(*o_BTHK.shape[:2], self.dims.o_groups, -1)
+        y_BTD: Tensor = self.o_b(self.kernels.grouped(self.o_a, o_BTGX))
+        return y_BTD
+
+
+class Attention(AttentionBase):
+    """One layer's attention. What layers share comes in and goes out by the carry."""
+
+    def __init__(
+        self,
+        dims: ModelDims,
+        layer: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dims, layer, device=device, dtype=dtype)
         if self.role is Role.FULL:
             self.compressor = Compressor(dims, self.ratio, device=device, dtype=dtype)
         if self.role in (Role.FULL, Role.REINDEX):
@@ -101,10 +125,8 @@ class Attention(nn.Module):
         """
         rotation = self.rope(batch.positions)
         q_latent_BTQ = self.q_norm(self.q_a(x_BTD))
-        q_BTHK = self.q_b(q_latent_BTQ).unflatten(-1, (self.dims.num_heads, self.dims.head_dim))
-        q_BTHK = rotate(q_BTHK, rotation)
-        window_BTK = rotate(self.kv_norm(self.kv(x_BTD)), rotation)
-        window_BTK = self._cached(window_BTK, CacheFormat.FP8)
+        q_BTHK = self.kernels.project_rotated(self.q_b, q_latent_BTQ, rotation, self.dims.num_heads)
+        window_BTK = self._cached(self.window_keys(x_BTD, rotation), CacheFormat.FP8)
         if self.role is Role.SWA:
             keys_BNK, slots_BTW = window_BTK, window_slots(batch.positions, self.dims.window)
         else:
@@ -112,8 +134,8 @@ class Attention(nn.Module):
             assert carry.kv is not None, "a layer with compressed keys has none in its carry"
             assert carry.slots is not None, "a layer with compressed keys has no slot list"
             keys_BNK, slots_BTW = torch.cat((window_BTK, carry.kv), dim=1), carry.slots
-        o_BTHK = sparse_attention(q_BTHK, keys_BNK, slots_BTW, self.sink)
-        return self._output(rotate(o_BTHK, rotation, inverse=True)), carry
+        o_BTHK = self.kernels.attend(q_BTHK, keys_BNK, slots_BTW, self.sink, rotation)
+        return self.output(o_BTHK), carry
 
     def _share(
         self,
@@ -150,15 +172,9 @@ class Attention(nn.Module):
         latent_BCK = self.compressor(x_BTD, places_BCR)
         first_positions_BC = batch.positions.gather(1, places_BCR[..., 0])
         rotation = self.rope(first_positions_BC)
-        kv_BCK = self._cached(rotate(latent_BCK, rotation), CacheFormat.NVFP4)
+        kv_BCK = self._cached(self.kernels.rotate(latent_BCK, rotation), CacheFormat.NVFP4)
         index_keys = self.indexer.make_keys(latent_BCK, rotation)
         return carry._replace(kv=kv_BCK, index_keys=index_keys, candidates=None)
-
-    def _output(self, o_BTHK: Tensor) -> Tensor:
-        """Two projections; the first keeps groups of heads apart."""
-        o_BTGX = o_BTHK.reshape(*o_BTHK.shape[:2], self.dims.o_groups, -1)
-        y_BTD: Tensor = self.o_b(self.o_a(o_BTGX).flatten(-2))
-        return y_BTD
 
     def _cached(self, x: Tensor, cache_format: CacheFormat) -> Tensor:
         return through_cache(x, cache_format) if self.dims.quantize_cache else x

@@ -12,18 +12,18 @@ Source: DeepSeek-V4 report, section 2.3.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ppruntime.models.attention import AttentionBase
+from ppruntime.models.attention_kernels import UsesKernels
 from ppruntime.models.carry import Carry, MicroBatch
 from ppruntime.models.compressor_v4 import CompressorV4
-from ppruntime.models.dims import ModelDims, Role, attention_role
+from ppruntime.models.dims import ModelDims, Role
 from ppruntime.models.documents import first_entries, num_visible_entries, window_slots
-from ppruntime.models.indexer import select_entries
-from ppruntime.models.linear import GroupedLinear, Linear
-from ppruntime.models.norm import RMSNorm, inverse_rms
-from ppruntime.models.precision import holder_dtype, widened
-from ppruntime.models.rope import Rope, Rotation, rotate
-from ppruntime.models.sparse_attention import sparse_attention
+from ppruntime.models.linear import Linear
+from ppruntime.models.norm import inverse_rms
+from ppruntime.models.precision import widened
+from ppruntime.models.rope import Rope, Rotation
 
 
 def visible_entries(positions_BT: Tensor, ratio: int) -> Tensor:
@@ -34,7 +34,7 @@ def visible_entries(positions_BT: Tensor, ratio: int) -> Tensor:
     return torch.where(is_visible_BTC, first_BT1 + local_C, -1)
 
 
-class IndexerV4(nn.Module):
+class IndexerV4(UsesKernels):
     """Scores the layer's compressed entries and picks the best for each query. Gets no gradient.
 
     The score is sum_h w_h relu(q_h . k), with keys from a narrower compressor of its own over the
@@ -73,14 +73,15 @@ class IndexerV4(nn.Module):
         """[B, T, index_topk] int64 numbers of the chosen entries, ascending, then -1."""
         dims = self.dims
         keys_BCI = self.compressor(x_BTD, positions_BT, rope)
-        q_BTHI = self.query(q_latent_BTQ).unflatten(-1, (dims.index_heads, dims.index_head_dim))
-        q_BTHI = rotate(q_BTHI, rotation)
+        q_BTHI = self.kernels.project_rotated(self.query, q_latent_BTQ, rotation, dims.index_heads)
         weights_BTH = self.head_weights(x_BTD) * (dims.index_head_dim * dims.index_heads) ** -0.5
-        selection = select_entries(dims, q_BTHI, weights_BTH, keys_BCI, positions_BT, self.ratio)
+        selection = self.kernels.select(
+            dims, q_BTHI, weights_BTH, keys_BCI, positions_BT, self.ratio
+        )
         return selection.entries_BTk
 
 
-class AttentionV4(nn.Module):
+class AttentionV4(AttentionBase):
     """One layer's attention. Reads and makes nothing of the carry: keys and picks stay in here."""
 
     def __init__(
@@ -91,27 +92,11 @@ class AttentionV4(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.dims = dims
-        self.role = attention_role(dims, layer)
-        self.ratio = dims.compress_ratios[layer]
-        hidden, heads, width = dims.hidden_size, dims.num_heads, dims.head_dim
-        self.q_a = Linear(hidden, dims.q_lora_rank, device=device, dtype=dtype)
-        self.q_norm = RMSNorm(dims.q_lora_rank, dims.norm_eps, device=device, dtype=dtype)
-        self.q_b = Linear(dims.q_lora_rank, heads * width, device=device, dtype=dtype)
-        self.kv = Linear(hidden, width, device=device, dtype=dtype)
-        self.kv_norm = RMSNorm(width, dims.norm_eps, device=device, dtype=dtype)
-        self.sink = nn.Parameter(torch.empty(heads, device=device, dtype=holder_dtype(dtype)))
-        per_group = heads // dims.o_groups * width
-        self.o_a = GroupedLinear(
-            dims.o_groups, per_group, dims.o_lora_rank, device=device, dtype=dtype
-        )
-        self.o_b = Linear(dims.o_groups * dims.o_lora_rank, hidden, device=device, dtype=dtype)
-        self.rope = Rope(dims, compressed=self.ratio > 0, device=device)
+        super().__init__(dims, layer, device=device, dtype=dtype)
         if self.role is not Role.SWA:
             self.compressor = CompressorV4(
                 dims,
-                width,
+                dims.head_dim,
                 self.ratio,
                 overlaps=self.role is Role.CSA,
                 device=device,
@@ -125,8 +110,8 @@ class AttentionV4(nn.Module):
         positions_BT = batch.positions
         rotation = self.rope(positions_BT)
         q_latent_BTQ = self.q_norm(self.q_a(x_BTD))
-        q_BTHK = rotate(self._query(q_latent_BTQ), rotation)
-        window_BTK = rotate(self.kv_norm(self.kv(x_BTD)), rotation)
+        q_BTHK = self.kernels.rotate(self._query(q_latent_BTQ), rotation)
+        window_BTK = self.window_keys(x_BTD, rotation)
         keys_BNK, slots_BTW = window_BTK, window_slots(positions_BT, self.dims.window)
         if self.role is not Role.SWA:
             entries_BCK = self.compressor(x_BTD, positions_BT, self.rope)
@@ -135,8 +120,8 @@ class AttentionV4(nn.Module):
             picked_BTk = torch.where(picked_BTk >= 0, picked_BTk + x_BTD.shape[1], -1)
             keys_BNK = torch.cat((window_BTK, entries_BCK), dim=1)
             slots_BTW = torch.cat((slots_BTW, picked_BTk), dim=-1)
-        o_BTHK = sparse_attention(q_BTHK, keys_BNK, slots_BTW.int(), self.sink)
-        return self._output(rotate(o_BTHK, rotation, inverse=True)), carry
+        o_BTHK = self.kernels.attend(q_BTHK, keys_BNK, slots_BTW.int(), self.sink, rotation)
+        return self.output(o_BTHK), carry
 
     def _query(self, q_latent_BTQ: Tensor) -> Tensor:
         """Heads before rotation, each divided by its own rms (no weight)."""
@@ -155,9 +140,3 @@ class AttentionV4(nn.Module):
             x_BTD, q_latent_BTQ, rotation, positions_BT=positions_BT, rope=self.rope
         )
         return picked_BTk
-
-    def _output(self, o_BTHK: Tensor) -> Tensor:
-        """Two projections; the first keeps groups of heads apart."""
-        o_BTGX = o_BTHK.reshape(*o_BTHK.shape[:2], self.dims.o_groups, -1)
-        y_BTD: Tensor = self.o_b(self.o_a(o_BTGX).flatten(-2))
-        return y_BTD

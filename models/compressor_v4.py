@@ -9,15 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ppruntime.models.attention_kernels import UsesKernels
 from ppruntime.models.dims import ModelDims
 from ppruntime.models.documents import group_places, take_rows
 from ppruntime.models.linear import Linear
 from ppruntime.models.norm import RMSNorm
 from ppruntime.models.precision import holder_dtype, widened
-from ppruntime.models.rope import Rope, rotate
+from ppruntime.models.rope import Rope
 
 
-class CompressorV4(nn.Module):
+class CompressorV4(UsesKernels):
     """Pools each whole group of `ratio` tokens of a document into one key.
 
     With `overlaps` (CSA) a token has two sets of channels: the second goes to its own group's
@@ -62,7 +63,7 @@ class CompressorV4(nn.Module):
             gates_BCRK = take_rows(gates, places_BCR) + self.position_bias
         pooled_BCK = (gates_BCRK.softmax(-2) * values_BCRK).sum(-2)
         latent_BCK = self.norm(pooled_BCK.to(x_BTD.dtype))
-        return rotate(latent_BCK, rope(first_BC))
+        return self.kernels.rotate(latent_BCK, rope(first_BC))
 
     def _overlapping(
         self, values: Tensor, gates: Tensor, places_BCR: Tensor, first_BC: Tensor

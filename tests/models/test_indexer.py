@@ -4,9 +4,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from whole_model import random_batch
 
-from ppruntime.models import indexer
+from ppruntime.models import selection
 from ppruntime.models.dims import preset
-from ppruntime.models.indexer import best_entries, candidate_blocks, index_scores, select_entries
+from ppruntime.models.selection import best_entries, candidate_blocks, index_scores, select_entries
 
 TINY = preset("tiny")
 
@@ -83,7 +83,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
     weights = torch.randn(2, 40, 4)
     args = (dims, q, weights, keys, batch.positions, 1)
     whole = select_entries(*args, finds_candidates=True)
-    monkeypatch.setattr(indexer, "_MAX_PRODUCTS", 2 * 40 * 4 * 7)
+    monkeypatch.setattr(selection, "_MAX_PRODUCTS", 2 * 40 * 4 * 7)
     parts = select_entries(*args, finds_candidates=True)
     assert torch.equal(whole.entries_BTk, parts.entries_BTk)
     assert torch.equal(whole.candidates, parts.candidates)
