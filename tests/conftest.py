@@ -28,7 +28,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 @pytest.fixture(scope="session")
 def run_ranks():
-    """`run_ranks(num_ranks, function, *args, timeout_seconds=60)` -> results in rank order.
+    """`run_ranks(num_ranks, function, *args, timeout_seconds=120)` -> results in rank order.
 
     Runs `function(rank, *args)` in one process per rank; raises with all tracebacks if one fails.
     In the processes `torch.distributed.init_process_group("gloo")` needs no further argument.

@@ -57,7 +57,7 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60
+    num_ranks: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120
 ) -> list[Any]:
     """Runs `function(rank, *args)` on every rank; the results in rank order.
 
@@ -77,7 +77,7 @@ def run_ranks(
 
 
 def rank_outcomes(
-    num_ranks: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60
+    num_ranks: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120
 ) -> list[Outcome]:
     """As `run_ranks`, for tests of faults: what came of each rank, whatever it is."""
     from torch.distributed import TCPStore
