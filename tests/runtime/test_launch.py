@@ -119,7 +119,7 @@ def test_after_a_kill_all_end_in_seconds_and_the_same_command_goes_on_bitwise(tm
     killed = time.monotonic()
     code, _, err = finish(launcher)
     assert code != 0
-    assert time.monotonic() - killed < 30
+    assert time.monotonic() - killed < 60
     told = err[err.index("error: ") :].splitlines()
     assert "rank 1 is lost" in told[0]
     assert any(re.match(r"  rank 0 was in (step \d+|\d+[FB]\d+)", note) for note in told[1:4])
