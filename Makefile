@@ -11,7 +11,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(MAKE) --no-print-directory lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
