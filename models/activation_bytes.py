@@ -5,8 +5,9 @@ really saves, to the byte. The kernels keep less, each says how much.
 
 A formula lists what the operations of one module save, in their order. Rules that recur:
 a product saves the factor of whoever needs a gradient; a linear layer saves its input, and so does
-a softmax its output; where a bf16 tensor is widened to fp32, what is saved is the copy, once more
-for every widening, while an fp32 tensor is its own copy and counts once.
+a softmax its output; norms, SwiGLU, sparse attention and what mHC does to the streams save what
+they get as it came; where something else widens a bf16 tensor to fp32, what is saved is the copy,
+once more for every widening, while an fp32 tensor is its own copy and counts once.
 
 Letters: B sequences, T tokens, N = B T, D model width, S streams, H heads, K key width, Q query
 bottleneck, W slots, C compressed entries of a sequence, R tokens of an entry, P rotated pairs,
@@ -19,27 +20,14 @@ from dataclasses import dataclass
 
 from ppruntime.models.dims import DTYPE_BYTES, ModelDims, Role, UnitKind, UnitSpec
 
-MAX_GATHERED = 1 << 26
-"""Elements of gathered keys above which sparse attention works in blocks of queries and keeps its
-inputs only; the same as in `sparse_attention`."""
-
 _FP32, _INT64, _INT32, _BOOL = 4, 8, 4, 1
 
 
-def saved_bytes(
-    dims: ModelDims,
-    spec: UnitSpec,
-    batch: int,
-    seq_len: int,
-    dtype: str,
-    *,
-    mix_needs_grad: bool = True,
-) -> int:
+def saved_bytes(dims: ModelDims, spec: UnitSpec, batch: int, seq_len: int, dtype: str) -> int:
     """What autograd saves in one unit for `batch` sequences of `seq_len` tokens, each piece of
     memory once; parameters, token data and the carry that comes in and goes out not counted.
 
-    `dtype` is the compute dtype, float32 or bfloat16. `mix_needs_grad` is False for the V4.1 unit
-    that gets the embedding's constant mix within its stage. No token is masked from Engram.
+    `dtype` is the compute dtype, float32 or bfloat16. No token is masked from Engram.
     """
     run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
     match spec.kind:
@@ -48,9 +36,9 @@ def saved_bytes(
         case UnitKind.HEAD:
             return _head(run)
         case UnitKind.MOE:
-            return _residual(run, mix_needs_grad) + _moe(run, spec.role)
+            return _residual(run) + _moe(run)
         case _:
-            return _attention_half(run, spec, mix_needs_grad)
+            return _attention_half(run, spec)
 
 
 def kept_fields(
@@ -61,10 +49,11 @@ def kept_fields(
     if spec.kind is UnitKind.EMBED:
         return frozenset()
     run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
-    kept = {"streams"} if not run.is_low else set()
+    # Engram makes streams of its own, and in a low dtype it saves those that it gets as copies.
+    kept = set() if run.is_low and spec.engram_parameters else {"streams"}
     if dims.family == "v41":
         kept.add("mix")
-        if spec.role in _SHARE_SLOTS and _in_blocks(run, spec) and _slots_live_on(spec):
+        if spec.role in _SHARE_SLOTS and _slots_live_on(spec):
             kept.add("slots")
     return frozenset(kept)
 
@@ -106,34 +95,33 @@ def _slots_live_on(spec: UnitSpec) -> bool:
 
 
 def _norm(run: _Run, rows: int, width: int) -> int:
-    """RMSNorm: x for its square, 1 / rms, x again for the product, x / rms, the widened weight. In
-    fp32 both x are one, and the weight is the parameter. What comes out is its reader's."""
-    return _FP32 * (2 * rows * width + rows) + run.copy(rows * width + width)
+    """RMSNorm: x and 1 / rms. What comes out is its reader's."""
+    return run.item * rows * width + _FP32 * rows
 
 
-def _residual(run: _Run, mix_needs_grad: bool) -> int:
-    """All around a sublayer: coefficients, collapse, norm, write-back."""
+def _residual(run: _Run) -> int:
+    """All around a sublayer: coefficients, the mix of the collapse, norm, write-back. The streams
+    are the carry's."""
     dims, tokens, streams = run.dims, run.tokens, run.dims.num_streams
     own_mix = streams if dims.family == "v4" else 0  # in V4.1 it is the carry's
     return (
         _coefficients(run)
-        + (run.copy(run.streams) if mix_needs_grad or own_mix else 0)  # collapse
         + _FP32 * tokens * own_mix
         + _norm(run, tokens, dims.hidden_size)
-        + run.copy(run.streams)  # write-back: streams, y, post
-        + _FP32 * tokens * (dims.hidden_size + streams)
+        + run.item * tokens * dims.hidden_size  # write-back: y, post
+        + _FP32 * tokens * streams
     )
 
 
 def _coefficients(run: _Run) -> int:
-    """mHC: the widened streams, 1 / rms, the projection before and after the scale, the scale, two
-    sigmoids; Sinkhorn's softmax, and a sum and a matrix per step, the last one the result."""
+    """mHC: 1 / rms, the projection before and after the scale, the scale, two sigmoids; Sinkhorn's
+    softmax, and a sum and a matrix per step, the last one the result."""
     tokens, streams = run.tokens, run.dims.num_streams
     square = streams * streams
     coefficients = 2 * streams + square
     sinkhorn = square + (2 * run.dims.sinkhorn_iters - 1) * (streams + square)
     per_token = 1 + 2 * coefficients + 2 * streams + sinkhorn
-    return run.copy(run.streams) + _FP32 * (tokens * per_token + coefficients)
+    return _FP32 * (tokens * per_token + coefficients)
 
 
 def _rope(run: _Run, rows: int) -> int:
@@ -141,14 +129,12 @@ def _rope(run: _Run, rows: int) -> int:
     return 2 * _FP32 * rows * (run.dims.rope_dim // 2)
 
 
-def _attention_half(run: _Run, spec: UnitSpec, mix_needs_grad: bool) -> int:
+def _attention_half(run: _Run, spec: UnitSpec) -> int:
     assert spec.layer is not None
     dims = run.dims
-    total = _residual(run, mix_needs_grad) + _projections(run) + _core(run, spec)
+    total = _residual(run) + _projections(run) + _core(run, spec)
     if spec.layer in dims.engram_layers:
-        total += _engram(run)
-        if not run.is_low:
-            total += _FP32 * run.streams  # those that Engram gives are not the carry's
+        total += _engram(run) + run.item * run.streams  # those it gives are not the carry's
     ratio = dims.compress_ratios[spec.layer]
     if dims.family == "v4":
         total += _query_norm(run)
@@ -193,21 +179,10 @@ def _num_slots(run: _Run, spec: UnitSpec) -> int:
     return dims.num_slots
 
 
-def _in_blocks(run: _Run, spec: UnitSpec) -> bool:
-    """Whether sparse attention goes through its queries in blocks that are recomputed."""
-    per_query = run.batch * _num_slots(run, spec) * run.dims.head_dim
-    return run.seq_len > max(1, MAX_GATHERED // per_query)
-
-
 def _core(run: _Run, spec: UnitSpec) -> int:
-    """Sparse attention. In blocks: queries, keys, and the slot list if it is not the carry's. At
-    once: indices of the gathered keys, these, queries, which slots are empty, the softmax."""
+    """Sparse attention: queries, keys, and the slot list if it is not the carry's."""
     dims, tokens = run.dims, run.tokens
     slots, queries = _num_slots(run, spec), tokens * dims.num_heads * dims.head_dim
-    if not _in_blocks(run, spec):
-        gathered = tokens * slots * dims.head_dim
-        weights = tokens * dims.num_heads * (slots + 1)
-        return (_INT64 + _BOOL) * tokens * slots + _FP32 * (gathered + queries + weights)
     listed = _INT32 * tokens * slots
     if dims.family == "v41" and spec.role is Role.SWA:
         listed = _INT64 * tokens * slots
@@ -271,14 +246,12 @@ def _engram(run: _Run) -> int:
     )
 
 
-def _moe(run: _Run, role: Role) -> int:
+def _moe(run: _Run) -> int:
     """Router, rows by expert, experts, shared expert, balance loss."""
     dims, tokens, experts = run.dims, run.tokens, run.dims.num_experts
     rows = tokens * dims.experts_per_token
     x = tokens * dims.hidden_size
-    # The scores' order is a sort of all experts, of which the picks are a view.
-    by_score = role is Role.ROUTED and not dims.force_balanced_routing
-    picks = _INT64 * (tokens * experts if by_score else rows)
+    picks = _INT64 * rows
     router = run.copy(x) + picks + _FP32 * (2 * tokens * experts + tokens + 2 * rows)
     layout = 2 * _INT64 * rows
     shared = _swiglu(run, tokens, dims.num_shared_experts * dims.expert_width)
@@ -290,14 +263,14 @@ def _moe(run: _Run, role: Role) -> int:
 
 
 def _swiglu(run: _Run, rows: int, width: int) -> int:
-    """Gate and up, the gate clamped, its SiLU, up clamped, and the product that goes on."""
-    return (5 * _FP32 + run.item) * rows * width
+    """Gate and up, and the product that goes on."""
+    return 3 * run.item * rows * width
 
 
 def _head(run: _Run) -> int:
     """V4's collapse coefficients; collapse, norm, its output, log-probabilities, total weight."""
     dims, tokens = run.dims, run.tokens
-    total = run.copy(run.streams) + _norm(run, tokens, dims.hidden_size)
+    total = _norm(run, tokens, dims.hidden_size)
     total += run.item * tokens * dims.hidden_size + _FP32 * (tokens * dims.vocab_size + 1)
     if dims.family == "v4":  # streams, 1 / rms; projection, normalised, sigmoid, mix
         total += run.copy(run.streams) + _FP32 * tokens * (1 + 4 * dims.num_streams)

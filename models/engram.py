@@ -8,6 +8,7 @@ Source: DeepSeek-V4.1 report, section 2.4.2; the hash constants reproduce the re
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import numpy
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from ppruntime.models.dims import ModelDims
 from ppruntime.models.engram_hash import bucket_sizes
+from ppruntime.models.keep_inputs import named_op
 from ppruntime.models.linear import Linear
 from ppruntime.models.norm import inverse_rms
 from ppruntime.models.precision import widened
@@ -104,6 +106,33 @@ def _shifted(x_BT: Tensor, back: int) -> Tensor:
     return functional.pad(x_BT, (back, 0))[:, : x_BT.shape[1]]
 
 
+@named_op("engram_rows(Tensor table, Tensor rows) -> Tensor")
+def _engram_rows(table: Tensor, rows_BTH: Tensor) -> Tensor:
+    return functional.embedding(rows_BTH, table)
+
+
+class _Lookup(torch.autograd.Function):
+    """table[rows], with the gradient of `functional.embedding`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_BTH: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_BTH)
+        ctx.num_rows = table.shape[0]
+        return _engram_rows(table, rows_BTH)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (rows_BTH,) = ctx.saved_tensors
+        return None, torch.ops.aten.embedding_dense_backward(
+            grad, rows_BTH, ctx.num_rows, -1, False
+        )
+
+
+@named_op("engram_linear(Tensor x, Tensor weight) -> Tensor")
+def _engram_linear(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.linear(x, weight)
+
+
 class Engram(nn.Module):
     """Adds gate_i * value to stream i; value and keys come from the looked-up rows."""
 
@@ -123,7 +152,11 @@ class Engram(nn.Module):
         self.hash = NgramHash(dims, layer, device=device)
         self.table = nn.Parameter(torch.empty(sum(sizes), row_width, device=device, dtype=dtype))
         self.projection = Linear(
-            len(sizes) * row_width, (num_streams + 1) * hidden, device=device, dtype=dtype
+            len(sizes) * row_width,
+            (num_streams + 1) * hidden,
+            device=device,
+            dtype=dtype,
+            product=_engram_linear,
         )
         """One key per stream, then the value."""
         self.query = nn.Parameter(torch.empty(num_streams, hidden, device=device, dtype=dtype))
@@ -139,7 +172,8 @@ class Engram(nn.Module):
         """The updated streams. Gate and sum are fp32; masked tokens stay as they are."""
         num_streams, hidden = streams_BTSD.shape[-2:]
         rows_BTH = self.hash(ids_BT, positions_BT, masked_BT)
-        found = functional.embedding(rows_BTH, self.table).flatten(-2)
+        found: Tensor = _Lookup.apply(rows_BTH, self.table)  # type: ignore[no-untyped-call]
+        found = found.flatten(-2)
         keys, value_BTD = self.projection(found).split([num_streams * hidden, hidden], dim=-1)
         gate_BTS1 = self._gate(streams_BTSD, keys.unflatten(-1, (num_streams, hidden)))
         if masked_BT is not None:

@@ -14,14 +14,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ppruntime.models.dims import ModelDims
+from ppruntime.models.keep_inputs import keep_inputs, named_op
 from ppruntime.models.linear import Deferrable, Linear, WeightGradQueue, now_or_later
 from ppruntime.models.precision import widened
 
 
 def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
     """silu(min(gate, limit)) * clamp(up, -limit, limit); gate is the first half of the channels."""
-    gate, up = widened(gate_up).chunk(2, dim=-1)
-    return (functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(gate_up.dtype)
+
+    def compute(gate_up: Tensor) -> Tensor:
+        gate, up = widened(gate_up).chunk(2, dim=-1)
+        return (functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(gate_up.dtype)
+
+    return keep_inputs(compute, gate_up)
 
 
 def _slices(rows_per_expert: Sequence[int]) -> Iterator[tuple[int, slice]]:
@@ -31,6 +36,14 @@ def _slices(rows_per_expert: Sequence[int]) -> Iterator[tuple[int, slice]]:
         if num_rows:
             yield expert, slice(start, start + num_rows)
         start += num_rows
+
+
+@named_op("expert_linear(Tensor x, Tensor weight, int[] rows_per_expert) -> Tensor")
+def _expert_linear(x_RI: Tensor, weight_EOI: Tensor, rows_per_expert: Sequence[int]) -> Tensor:
+    y_RO = x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1])
+    for expert, rows in _slices(rows_per_expert):
+        torch.mm(x_RI[rows], weight_EOI[expert].t(), out=y_RO[rows])
+    return y_RO
 
 
 class _DeferrableExpertLinear(torch.autograd.Function):
@@ -46,10 +59,7 @@ class _DeferrableExpertLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_RI, weight_EOI)
         ctx.rows_per_expert, ctx.queue, ctx.parameter = rows_per_expert, queue, weight_EOI
-        y_RO = x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1])
-        for expert, rows in _slices(rows_per_expert):
-            torch.mm(x_RI[rows], weight_EOI[expert].t(), out=y_RO[rows])
-        return y_RO
+        return _expert_linear(x_RI, weight_EOI, rows_per_expert)
 
     @staticmethod
     def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:

@@ -6,12 +6,13 @@ Shape letters: N rows, I input width, O output width, G groups.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ppruntime.models.keep_inputs import named_op
 from ppruntime.models.precision import widened
 
 
@@ -80,36 +81,48 @@ def now_or_later(
     return None
 
 
+Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""x [..., in], weight [out, in] -> x W^T [..., out]."""
+
+
 class _DeferrableLinear(torch.autograd.Function):
     """y = x W^T. The weight's gradient is computed in the backward, or by a queued task."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, queue: WeightGradQueue | None, fp32_output: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        queue: WeightGradQueue | None,
+        fp32_output: bool,
+        product: Product,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.queue, ctx.parameter = queue, weight
         if not fp32_output or x.dtype in (torch.float32, torch.float64):
-            return functional.linear(x, weight)
+            return product(x, weight)
         if x.is_cuda:
             y_NO = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
             return y_NO.view(*x.shape[:-1], -1)
         return functional.linear(widened(x), widened(weight))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         grad = grad.to(x.dtype)
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
-            return grad_x, None, None, None
+            return grad_x, None, None, None, None
         grad_NO, x_NI = grad.reshape(-1, grad.shape[-1]), x.detach().reshape(-1, x.shape[-1])
         grad_weight = now_or_later(ctx.queue, ctx.parameter, lambda: grad_NO.t() @ x_NI)
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 class Linear(Deferrable):
-    """y = x W^T without bias; weight [out, in]. `fp32_output`: sums and result in fp32."""
+    """y = x W^T without bias; weight [out, in]. `fp32_output`: sums and result in fp32.
+
+    `product` computes it; a named op in its place lets checkpointing save this layer by name.
+    """
 
     def __init__(
         self,
@@ -119,16 +132,23 @@ class Linear(Deferrable):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         fp32_output: bool = False,
+        product: Product = functional.linear,
     ) -> None:
         super().__init__()
         self.fp32_output = fp32_output
+        self.product = product
         self.weight = nn.Parameter(torch.empty(num_out, num_in, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = _DeferrableLinear.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.queue, self.fp32_output
+            x, self.weight, self.queue, self.fp32_output, self.product
         )
         return y
+
+
+@named_op("grouped_linear(Tensor x, Tensor weight) -> Tensor")
+def _grouped_linear(x_NGI: Tensor, weight_GOI: Tensor) -> Tensor:
+    return torch.einsum("ngi,goi->ngo", x_NGI, weight_GOI)
 
 
 class _DeferrableGroupedLinear(torch.autograd.Function):
@@ -140,7 +160,7 @@ class _DeferrableGroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_NGI, weight_GOI)
         ctx.queue, ctx.parameter = queue, weight_GOI
-        return torch.einsum("ngi,goi->ngo", x_NGI, weight_GOI)
+        return _grouped_linear(x_NGI, weight_GOI)
 
     @staticmethod
     def backward(ctx: Any, grad_NGO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

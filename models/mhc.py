@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ppruntime.models.dims import ModelDims
-from ppruntime.models.linear import Linear
+from ppruntime.models.keep_inputs import keep_inputs
+from ppruntime.models.linear import Linear, WeightGradQueue, now_or_later
 from ppruntime.models.norm import inverse_rms
 from ppruntime.models.precision import holder_dtype, widened
 
@@ -75,15 +77,60 @@ def sinkhorn(logits: Tensor, num_iters: int, eps: float) -> Tensor:
 
 def collapse(streams_BTSD: Tensor, mix_BTS: Tensor) -> Tensor:
     """The sublayer's input [B, T, D]: sum_i mix_i X_i, summed in fp32."""
+    return keep_inputs(_collapse, streams_BTSD, mix_BTS)
+
+
+def _collapse(streams_BTSD: Tensor, mix_BTS: Tensor) -> Tensor:
     weighted = mix_BTS.unsqueeze(-1) * widened(streams_BTSD)
     return weighted.sum(-2).to(streams_BTSD.dtype)
 
 
 def write_back(streams_BTSD: Tensor, y_BTD: Tensor, coefficients: Coefficients) -> Tensor:
     """The streams after the sublayer: X'_j = post_j y + sum_i comb_ij X_i, in fp32, then cast."""
-    mixed = coefficients.comb_BTSS.transpose(-1, -2) @ widened(streams_BTSD)
-    added = coefficients.post_BTS.unsqueeze(-1) * widened(y_BTD).unsqueeze(-2)
+    _, post_BTS, comb_BTSS = coefficients
+    return keep_inputs(_write_back, streams_BTSD, y_BTD, post_BTS, comb_BTSS)
+
+
+def _write_back(streams_BTSD: Tensor, y_BTD: Tensor, post_BTS: Tensor, comb_BTSS: Tensor) -> Tensor:
+    mixed = comb_BTSS.transpose(-1, -2) @ widened(streams_BTSD)
+    added = post_BTS.unsqueeze(-1) * widened(y_BTD).unsqueeze(-2)
     return (added + mixed).to(streams_BTSD.dtype)
+
+
+class _Projection(torch.autograd.Function):
+    """The flattened streams, widened, times the weights; and their 1 / rms. Keeps the streams as
+    they came, and widens them again in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, streams_BTSD: Tensor, weight: Tensor, queue: WeightGradQueue | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(streams_BTSD, weight)
+        ctx.queue, ctx.parameter, ctx.eps = queue, weight, eps
+        flat = widened(streams_BTSD).flatten(-2)
+        return functional.linear(flat, weight), inverse_rms(flat, eps)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: Tensor, grad_inverse: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        streams_BTSD, weight = ctx.saved_tensors
+        grad_streams = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            with torch.enable_grad():
+                flat = widened(streams_BTSD.detach()).flatten(-2).requires_grad_()
+                inverse = inverse_rms(flat, ctx.eps)
+            (through_rms,) = torch.autograd.grad(inverse, flat, grad_inverse)
+            grad_flat = through_rms + grad @ weight
+            grad_streams = grad_flat.view_as(streams_BTSD).to(streams_BTSD.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_NO, streams = grad.reshape(-1, grad.shape[-1]), streams_BTSD.detach()
+
+            def compute() -> Tensor:
+                return grad_NO.t() @ widened(streams).reshape(grad_NO.shape[0], -1)
+
+            grad_weight = now_or_later(ctx.queue, ctx.parameter, compute)
+        return grad_streams, grad_weight, None, None
 
 
 class HyperConnection(nn.Module):
@@ -110,8 +157,10 @@ class HyperConnection(nn.Module):
     def forward(self, streams_BTSD: Tensor) -> Coefficients:
         dims, num_streams = self.dims, self.dims.num_streams
         sizes = [num_streams, num_streams, num_streams**2]
-        flat = widened(streams_BTSD).flatten(-2)
-        projected = self.projection(flat) * inverse_rms(flat, dims.norm_eps)
+        product, inverse = _Projection.apply(  # type: ignore[no-untyped-call]
+            streams_BTSD, self.projection.weight, self.projection.queue, dims.norm_eps
+        )
+        projected = product * inverse
         scale = torch.cat([s.expand(n) for s, n in zip(self.scale, sizes, strict=True)])
         pre, post, comb = (self.base + projected * scale).split(sizes, dim=-1)
         comb = comb.unflatten(-1, (num_streams, num_streams))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ppruntime.models.dims import ModelDims
 from ppruntime.models.experts import Experts, SharedExpert
+from ppruntime.models.keep_inputs import named_op
 from ppruntime.models.precision import widened
 from ppruntime.models.router import Router, Routing, expert_counts, sequence_balance_loss
 
@@ -35,13 +36,18 @@ def expert_layout(experts_NK: Tensor) -> Layout:
     return Layout(pair_R // experts_NK.shape[1], row_NK.view_as(experts_NK))
 
 
+@named_op("expert_rows(Tensor x, Tensor token) -> Tensor")
+def _expert_rows(x_ND: Tensor, token_R: Tensor) -> Tensor:
+    return x_ND[token_R]
+
+
 class _ToRows(torch.autograd.Function):
     """x[token_R]. The gradient gathers the K rows of each token and sums them in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, token_R: Tensor, row_NK: Tensor) -> Tensor:
         ctx.save_for_backward(row_NK)
-        return x_ND[token_R]
+        return _expert_rows(x_ND, token_R)
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:

@@ -84,7 +84,8 @@ class Router(nn.Module):
             )
         if self.by_token_id:
             return self.experts_of_token[ids_N]
-        return top_k(scores_NE + self.bias, dims.experts_per_token)
+        # A copy: the picks are a view of all experts' order, which would live as long as they do.
+        return top_k(scores_NE + self.bias, dims.experts_per_token).contiguous()
 
 
 def updated_bias(bias_E: Tensor, loads_E: Tensor, rate: float) -> Tensor:

@@ -6,11 +6,14 @@ Source: DeepSeek-V4.1 report, section 2.2; the sink as in gpt-oss.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ppruntime.models.documents import take_rows
+from ppruntime.models.keep_inputs import named_op
 from ppruntime.models.precision import widened
 
 _MAX_GATHERED = 1 << 26
@@ -22,20 +25,58 @@ def sparse_attention(q_BTHK: Tensor, keys_BNK: Tensor, slots_BTW: Tensor, sink_H
 
     slots_BTW (int) lists rows of keys_BNK in any order; -1 is empty. The sink is a logit in every
     head's softmax that brings no value. Scores (scaled by K^-1/2), softmax and sums are fp32.
-    Long lists are worked through in blocks of queries, which are computed again in the backward: no
-    more than one block's gathered keys exist at a time.
+    As in the kernels, the inputs alone are kept and the backward computes the softmax again. Long
+    lists are worked through in blocks of queries: no more than one block's gathered keys exist at
+    a time.
     """
-    per_query = slots_BTW.shape[0] * slots_BTW.shape[2] * q_BTHK.shape[3]
-    block = max(1, _MAX_GATHERED // per_query)
-    if q_BTHK.shape[1] <= block:
-        return _attend(q_BTHK, keys_BNK, slots_BTW, sink_H)
+    out_BTHK: Tensor = _SparseAttention.apply(  # type: ignore[no-untyped-call]
+        q_BTHK, keys_BNK, slots_BTW, sink_H
+    )
+    return out_BTHK
+
+
+@named_op("sparse_attention_reference(Tensor q, Tensor keys, Tensor slots, Tensor sink) -> Tensor")
+def _in_blocks(q_BTHK: Tensor, keys_BNK: Tensor, slots_BTW: Tensor, sink_H: Tensor) -> Tensor:
     parts = [
-        checkpoint(_attend, q, keys_BNK, slots, sink_H, use_reentrant=False)
-        for q, slots in zip(
-            torch.split(q_BTHK, block, 1), torch.split(slots_BTW, block, 1), strict=True
-        )
+        _attend(q_BTHK[:, block_T], keys_BNK, slots_BTW[:, block_T], sink_H)
+        for block_T in _blocks(q_BTHK, slots_BTW)
     ]
-    return torch.cat(parts, dim=1)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+class _SparseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_BTHK: Tensor, keys_BNK: Tensor, slots_BTW: Tensor, sink_H: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(q_BTHK, keys_BNK, slots_BTW, sink_H)
+        return _in_blocks(q_BTHK, keys_BNK, slots_BTW, sink_H)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTHK: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
+        q_BTHK, keys_BNK, slots_BTW, sink_H = ctx.saved_tensors
+        grad_q_BTHK = torch.empty_like(q_BTHK)
+        sums: tuple[Tensor, ...] = ()
+        for block_T in reversed(list(_blocks(q_BTHK, slots_BTW))):
+            with torch.enable_grad():
+                inputs = [
+                    tensor.detach().requires_grad_()
+                    for tensor in (q_BTHK[:, block_T], keys_BNK, sink_H)
+                ]
+                q, keys, sink = inputs
+                out = _attend(q, keys, slots_BTW[:, block_T], sink)
+            grad_q, *shared = torch.autograd.grad(out, inputs, grad_BTHK[:, block_T])
+            grad_q_BTHK[:, block_T] = grad_q
+            sums = tuple(map(torch.add, sums, shared)) if sums else tuple(shared)
+        return grad_q_BTHK, sums[0], None, sums[1]
+
+
+def _blocks(q_BTHK: Tensor, slots_BTW: Tensor) -> Iterator[slice]:
+    """Queries that are done at once; one empty block where there are none."""
+    per_query = slots_BTW.shape[0] * slots_BTW.shape[2] * q_BTHK.shape[3]
+    size = max(1, _MAX_GATHERED // max(1, per_query))
+    for start in range(0, max(1, q_BTHK.shape[1]), size):
+        yield slice(start, start + size)
 
 
 def _attend(q_BTHK: Tensor, keys_BNK: Tensor, slots_BTW: Tensor, sink_H: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def activation_bytes(config: Config, stage: StagePlan) -> int:
             held |= {(maker, name) for name, maker in makers.items()}
             kept: frozenset[str] = frozenset()
         else:
-            total += _saved_bytes(config, stage, spec)
+            total += saved_bytes(*_case(config, spec))
             kept = kept_fields(*_case(config, spec))
         held |= {(makers[name], name) for name in kept & spec.reads & makers.keys()}
         made = {name: spec for name in spec.live_after if name in spec.writes}
@@ -89,7 +89,7 @@ def recompute_bytes(config: Config, stage: StagePlan) -> int:
     """Bytes that autograd saves when the backward runs a half-layer again: the largest one's, since
     they go one by one. 0 where nothing is recomputed."""
     return max(
-        (_saved_bytes(config, stage, s) for s in stage.units if _is_recomputed(config, s)),
+        (saved_bytes(*_case(config, s)) for s in stage.units if _is_recomputed(config, s)),
         default=0,
     )
 
@@ -129,12 +129,6 @@ def _case(config: Config, spec: UnitSpec) -> tuple[ModelDims, UnitSpec, int, int
     train = config.train
     dtype = compute_dtype_name(config)
     return config.model.dims, spec, train.micro_batch_size, train.seq_len, dtype
-
-
-def _saved_bytes(config: Config, stage: StagePlan, spec: UnitSpec) -> int:
-    # Within its stage the embedding hands on a constant mix; what crosses a boundary is a leaf.
-    after_embedding = stage.units[0].kind is UnitKind.EMBED and spec in stage.units[1:2]
-    return saved_bytes(*_case(config, spec), mix_needs_grad=not after_embedding)
 
 
 def _field_bytes(config: Config, maker: UnitSpec, name: str) -> int:

@@ -37,14 +37,12 @@ def measure_on_meta(
     batch: int,
     seq_len: int,
     dtype: str,
-    *,
-    mix_needs_grad: bool = True,
 ) -> Measured:
     """One unit on the meta device, on a carry as the unit before would hand it on."""
     specs = unit_specs(dims)
     index = specs.index(spec)
     before = specs[index - 1] if index else None
-    carry = blank_carry(dims, before, batch, seq_len, dtype, mix_needs_grad=mix_needs_grad)
+    carry = blank_carry(dims, before, batch, seq_len, dtype)
     unit = build_unit(dims, spec, device="meta", dtype=getattr(torch, dtype))
     tokens = MicroBatch(*(_blank(batch, seq_len) for _ in range(3)))
     return measure([unit], carry, tokens)
@@ -115,16 +113,13 @@ def blank_carry(
     batch: int,
     seq_len: int,
     dtype: str,
-    *,
-    mix_needs_grad: bool = True,
 ) -> Carry:
     """The carry after the unit `before`, on the meta device."""
     fields: dict[str, Any] = {}
     for name in before.live_after if before else ():
         shape, dtype_name = carry_shape(dims, name, batch, seq_len, after=before, dtype=dtype)
         field = torch.empty(shape, dtype=getattr(torch, dtype_name), device="meta")
-        needs_grad = name in DIFFERENTIABLE and (name != "mix" or mix_needs_grad)
-        fields[name] = field.requires_grad_(needs_grad)
+        fields[name] = field.requires_grad_(name in DIFFERENTIABLE)
     return Carry(**fields)
 
 
