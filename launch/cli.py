@@ -41,6 +41,11 @@ app.command(
     name="project",
     help="Say how long a training takes and what that rests on.",
 )
+app.command(
+    "ppruntime.launch.simulate_cli:simulate",
+    name="simulate",
+    help="Play a step with what slows real clusters down, and say where the time goes.",
+)
 
 Argument: TypeAlias = Annotated[
     str, Parameter(help="TOML files, later ones on top, and section.key=value texts.")

@@ -166,10 +166,17 @@ def _per_step(calibration: Calibration | None, text: str | None) -> tuple[PerSte
 
 def seconds_of(option: str, text: str) -> tuple[float, ...]:
     """Seconds, separated by commas."""
+    return numbers_of(option, text, "seconds, 0 or more", "0.0073")
+
+
+def numbers_of(
+    option: str, text: str, what: str = "numbers of 0 or more", example: str = "3,12"
+) -> tuple[float, ...]:
+    """Numbers of 0 or more, separated by commas. Raises ProjectionError with the option."""
     try:
         numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
         numbers = ()
     if not numbers or not all(0 <= number < float("inf") for number in numbers):
-        raise ProjectionError(f"{option} {text!r} is not seconds, 0 or more; write such as 0.0073")
+        raise ProjectionError(f"{option} {text!r} is not {what}; write such as {example}")
     return numbers

@@ -1,0 +1,277 @@
+"""`ppruntime simulate`: a pipeline's step on a cluster that is not ideal, taken apart.
+
+No torch, no GPU. Mistakes of the user are ProjectionErrors, ConfigErrors and ScheduleErrors,
+which the caller prints.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from ppruntime.launch.project_cli import PLAN_OF_RECORD, Text
+from ppruntime.launch.project_numbers import goodput_numbers, job_numbers, job_of
+from ppruntime.projector import Origin, ProjectionError, positive
+
+if TYPE_CHECKING:
+    from ppruntime.calibration import Calibration
+    from ppruntime.schedules.machine import HostCopies, Interference
+
+_SHORT = Parameter(show_default=lambda value: f"{value:g}")
+_PLAIN = Parameter(negative="")
+
+
+def simulate(
+    *arguments: Text,
+    calibration: Path | None = None,
+    costs: str | None = None,
+    efficiency: float | None = None,
+    gpus: int | None = None,
+    tokens: Annotated[float, _SHORT] = 20e12,
+    peak_flops: Annotated[float, _SHORT] = 989e12,
+    transfer_s: str | None = None,
+    link: str | None = None,
+    per_step_s: str | None = None,
+    transport: str | None = None,
+    interference: str | None = None,
+    jitter: Annotated[float, _SHORT] = 0.0,
+    stragglers: Annotated[float, _SHORT] = 0.0,
+    stall: str | None = None,
+    seed: int = 0,
+    replicas: int = 1,
+    data_bandwidth: float | None = None,
+    offload_every: int | None = None,
+    host_bandwidth: str | None = None,
+    memory: Annotated[bool, _PLAIN] = False,
+    failures_per_gpu_hour: float | None = None,
+    checkpoint_s: float | None = None,
+    restart_s: float | None = None,
+    checkpoint_interval_s: float | None = None,
+    json: Annotated[bool, _PLAIN] = False,
+    html: Path | None = None,
+    trace: Path | None = None,
+) -> int:
+    """Plays a step with what slows real clusters down, and says where the time goes.
+
+    Parameters
+    ----------
+    calibration
+        JSON file with times of stages or units, transfers and per-step pieces.
+    costs
+        F,I,W: seconds per rank and micro-batch; or one triple per stage, separated by ';'.
+    efficiency
+        Percent of the peak at which the executed FLOPs run.
+    gpus
+        GPUs in all; by default what the run has.
+    tokens
+        Tokens to train on.
+    peak_flops
+        FLOP/s of one GPU that MFU is a share of.
+    transfer_s
+        Seconds of one hop, one way; or one number per stage hop, separated by ','.
+    link
+        Link of the calibration that the hops go over.
+    per_step_s
+        Seconds per step beside the pipeline, or NAME=SECONDS separated by ','.
+    transport
+        Transport of the calibration's slow-downs: what transfers in flight do to compute.
+    interference
+        ONE,BOTH[,BLOCKING] in percent: how much longer ops take while messages go in or out,
+        while they do both, and the share of an op that stands still meanwhile.
+    jitter
+        Relative standard deviation of op times, in percent.
+    stragglers
+        Relative standard deviation of ranks' speeds, in percent; of an expert group the slowest
+        counts.
+    stall
+        PERCENT,SECONDS: so many ops are held up once for so long.
+    seed
+        Of all noise.
+    replicas
+        Pipelines side by side that are drawn; the slowest is the step.
+    data_bandwidth
+        Bytes per second at which a rank reduces gradients and gathers weights over data ranks.
+    offload_every
+        Activations of every so many micro-batches go to the host.
+    host_bandwidth
+        TO,FROM the host in bytes per second, or one number for both.
+    memory
+        Bytes over time, by the model's sizes.
+    failures_per_gpu_hour
+        With --checkpoint-s and --restart-s: days with failures as well.
+    checkpoint_s
+        For so long training stands still at a save.
+    restart_s
+        From a failure until training goes on.
+    checkpoint_interval_s
+        Training between saves; by default the best there is.
+    json
+        Print one JSON object.
+    html
+        Write a page with pictures.
+    trace
+        Write a Chrome trace.
+    """
+    from ppruntime.config import load
+    from ppruntime.launch.project_parts import pipeline_parts
+    from ppruntime.launch.project_parts import replicas as pipelines
+    from ppruntime.launch.simulate_report import Report, json_text, text
+    from ppruntime.schedules.draw import chrome_trace
+    from ppruntime.schedules.machine import Noise
+    from ppruntime.simulate import Surroundings, collective_seconds, stage_bytes
+    from ppruntime.simulate import simulate as play
+
+    files = [argument for argument in arguments if "=" not in argument] or [str(PLAN_OF_RECORD)]
+    overrides = [argument for argument in arguments if "=" in argument]
+    config = load(files, overrides)
+    if gpus is not None:
+        config = load(files, [*overrides, f"parallel.dp={pipelines(config, gpus, whole=True)}"])
+    if (
+        sum(given is not None for given in (calibration, costs))
+        + (efficiency is not None and calibration is None)
+        != 1
+    ):
+        raise ProjectionError(
+            "a simulation needs the parts' times from one place; give --calibration, --costs or "
+            "--efficiency"
+        )
+    inputs = job_numbers(
+        config,
+        run=", ".join([*(Path(file).name for file in files), *overrides]),
+        gpus=gpus,
+        tokens=tokens,
+        peak_flops=peak_flops,
+        global_batch_tokens=None,
+        active_parameters=None,
+        frozen_parameters=0.0,
+        adapter_parameters=0.0,
+    )
+    job = job_of(inputs)
+    found = pipeline_parts(
+        config,
+        gpu_flops=job.gpu_flops,
+        calibration=calibration,
+        costs=costs,
+        efficiency=efficiency,
+        transfer_s=transfer_s,
+        link=link,
+        per_step_s=per_step_s,
+    )
+    slows, source, origin = _interference(found.calibration, transport, interference)
+    stall_share, stall_s = _pair("--stall", stall) if stall is not None else (0.0, 0.0)
+    if replicas < 1:
+        raise ProjectionError(f"--replicas {replicas} is no count; give 1 or more")
+    num_ranks = found.parts.schedule.num_ranks
+    reduce_s, gather_s = (
+        collective_seconds(config, found.plan, num_ranks, data_bandwidth)
+        if data_bandwidth is not None
+        else ((), ())
+    )
+    host = _host(host_bandwidth, offload_every)
+    wants_bytes = memory or html is not None or offload_every is not None
+    around = Surroundings(
+        interference=slows,
+        interference_source=source,
+        interference_origin=origin,
+        noise=Noise(
+            jitter=jitter / 100,
+            rank_spread=stragglers / 100,
+            group=config.parallel.ep,
+            stall_probability=stall_share / 100,
+            stall=stall_s,
+            seed=seed,
+        ),
+        replicas=replicas,
+        reduce_s=reduce_s,
+        gather_s=gather_s,
+        offload_every=offload_every,
+        host=host,
+        stage_bytes=stage_bytes(config, found.plan, num_ranks) if wants_bytes else None,
+    )
+    simulation = play(job, found.parts, around)
+    report = Report.of(
+        job,
+        inputs,
+        found.parts,
+        around,
+        simulation,
+        goodput_numbers(
+            simulation.pace, failures_per_gpu_hour, checkpoint_s, restart_s, checkpoint_interval_s
+        ),
+    )
+    print(json_text(report) if json else text(report))
+    if html is not None:
+        from ppruntime.launch.simulate_page import page
+
+        html.write_text(page(report))
+    if trace is not None:
+        trace.write_text(
+            chrome_trace(simulation.step.rows, simulation.step.transfers, process="simulated")
+        )
+    return 0
+
+
+def _interference(
+    calibration: Calibration | None, transport: str | None, text: str | None
+) -> tuple[Interference, str, Origin]:
+    """From the option, else from the calibration's row of the transport, else none."""
+    from ppruntime.schedules.machine import Interference
+
+    if text is not None:
+        if transport is not None:
+            raise ProjectionError(
+                "--interference and --transport say the same thing twice; leave one of them out"
+            )
+        numbers = [number / 100 for number in _numbers("--interference", text)]
+        if len(numbers) not in (2, 3):
+            raise ProjectionError(
+                f"--interference {text!r} is not ONE,BOTH[,BLOCKING] in percent; write such as 3,12"
+            )
+        return Interference(*numbers), "--interference", Origin.ASSUMED
+    if transport is None:
+        return Interference(), "none given", Origin.ASSUMED
+    rows = {row.transport: row for row in (calibration.slowdowns if calibration else ())}
+    if transport not in rows:
+        raise ProjectionError(
+            f"no calibration says what transport {transport} does to compute; it has "
+            f"{', '.join(rows) or 'no slow-downs'}; give --interference"
+        )
+    row = rows[transport]
+    return (
+        Interference(row.one_way, row.both_ways, row.blocking),
+        f"{transport}: {row.source}",
+        Origin(row.origin),
+    )
+
+
+def _host(text: str | None, every: int | None) -> HostCopies | None:
+    from ppruntime.schedules.machine import HostCopies
+
+    if (text is None) != (every is None):
+        raise ProjectionError(
+            "offloading needs --offload-every and --host-bandwidth; give both or neither"
+        )
+    if text is None:
+        return None
+    numbers = _numbers("--host-bandwidth", text)
+    for number in numbers:
+        positive("--host-bandwidth", number)
+    if len(numbers) > 2:
+        raise ProjectionError(f"--host-bandwidth {text!r} is not one number or two; write TO,FROM")
+    return HostCopies(numbers[0], numbers[-1])
+
+
+def _pair(option: str, text: str) -> tuple[float, float]:
+    numbers = _numbers(option, text)
+    if len(numbers) != 2:
+        raise ProjectionError(f"{option} {text!r} is not PERCENT,SECONDS; write such as 0.01,2")
+    return numbers[0], numbers[1]
+
+
+def _numbers(option: str, text: str) -> tuple[float, ...]:
+    """Numbers of 0 or more, separated by commas."""
+    from ppruntime.launch.project_parts import numbers_of
+
+    return numbers_of(option, text)

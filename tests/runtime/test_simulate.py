@@ -1,0 +1,110 @@
+"""`ppruntime simulate`: what it prints adds up, and names what it rests on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from ppruntime.config import load
+from ppruntime.launch.cli import main
+from ppruntime.plan import cut
+from ppruntime.simulate import CAUSES, collective_seconds
+
+FULL = Path(__file__).parents[2] / "launch" / "configs" / "v41-flash-pp16.toml"
+BASE = "simulate --gpus 1536 train.num_micro_batches=40 --transfer-s 0.0073 --per-step-s opt=0.15 "
+COSTS = "--costs 0.0416,0.0625,0.0347 "
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """`command("simulate ...")` -> exit code, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(arguments):
+        code = main(arguments.split())
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_the_report_adds_up_in_text_json_and_page(command, tmp_path):
+    noisy = (
+        BASE
+        + COSTS
+        + "--interference 3,12 --jitter 2 --stragglers 1 --replicas 2 --stall 0.1,0.05 "
+        "--data-bandwidth 46e9 --memory --offload-every 2 --host-bandwidth 50e9 "
+        "--failures-per-gpu-hour 1.97e-5 --checkpoint-s 10 --restart-s 900 "
+    )
+    code, out, err = command(noisy + "--json --html page.html --trace trace.json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["gpus"] == 1536
+    assert found["global_batch_tokens"] == 40 * 8192 * 96
+    assert sum(found["shares"].values()) == pytest.approx(1)
+    assert found["shares"]["measured"] == 0
+    pipeline = {sum(rank[f"{c}_s"] for c in ("work", *CAUSES)) for rank in found["ranks"]}
+    assert len({round(seconds, 9) for seconds in pipeline}) == 1
+    assert sum(found["critical_path_s"].values()) == pytest.approx(pipeline.pop())
+    rungs = [rung["step_s"] for rung in found["waterfall"]]
+    assert rungs[-1] == found["step_s"] == max(found["replica_step_s"])
+    assert rungs[:3] == sorted(rungs[:3])
+    assert found["goodput"]["goodput_days"] > found["days"]
+    for text in (command(noisy)[1], (tmp_path / "page.html").read_text()):
+        assert "1,536 GPUs" in text
+        assert "31.46M tokens each" in text
+        assert "0.00 % is measured" in text
+    page = (tmp_path / "page.html").read_text()
+    assert not re.search(r"(src|href)=|@import|url\(", page)
+    pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(pictures) == 5
+    for picture in pictures:
+        ElementTree.fromstring(picture)
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_on_an_ideal_cluster_simulate_and_project_say_the_same(command):
+    arguments = BASE.removeprefix("simulate") + COSTS + "--json"
+    simulated = json.loads(command("simulate" + arguments)[1])
+    projected = json.loads(command("project" + arguments)[1])
+    assert simulated["step_s"] == pytest.approx(projected["step_s"], rel=1e-9)
+    assert simulated["mfu"] == pytest.approx(projected["mfu"], rel=1e-9)
+
+
+def test_data_ranks_move_the_bytes_of_the_published_estimate():
+    """fp32 gradients of three MoE blocks' experts over 12 replicas: 18.7 GB, 0.41 s at 46 GB/s;
+    beside them the dense parts of two attention and three MoE halves over 96 ranks."""
+    config = load([FULL], ["parallel.dp=12"])
+    plan = cut(config.model.dims, range(16), config.pp.layers_per_stage, seq_len=8192)
+    reduce, gather = collective_seconds(config, plan, 16, 46e9)
+    experts = 3 * 384 * 3 * 5120 * 2304 / 8 * 4 * 11 / 12 / 46e9
+    assert experts == pytest.approx(0.406, abs=0.001)
+    dense = (2 * 126.6e6 + 3 * 37.4e6) * 4 * 95 / 96 / 46e9
+    stages = [r for r, s in enumerate(plan) if sum(unit.kind == "moe" for unit in s.units) == 3]
+    assert reduce[stages[3]] == pytest.approx(experts + dense, abs=0.002)
+    assert gather[stages[3]] == pytest.approx(reduce[stages[3]] / 2)
+
+
+@pytest.mark.parametrize(
+    ("rest", "complaint"),
+    [
+        ("", "a simulation needs the parts' times from one place"),
+        (COSTS + "--efficiency 40", "a simulation needs the parts' times from one place"),
+        (COSTS + "--interference 3", "is not ONE,BOTH[,BLOCKING] in percent"),
+        (COSTS + "--interference 3,12 --transport put", "say the same thing twice"),
+        (COSTS + "--transport put", "no calibration says what transport put does to compute"),
+        (COSTS + "--offload-every 2", "give both or neither"),
+        (COSTS + "--host-bandwidth x --offload-every 1", "--host-bandwidth 'x' is not numbers"),
+        (COSTS + "--stall 3", "is not PERCENT,SECONDS"),
+        (COSTS + "--replicas 0", "--replicas 0 is no count"),
+    ],
+)
+def test_wrong_uses_are_refused_with_the_remedy(command, rest, complaint):
+    code, out, err = command(BASE + rest)
+    assert (code, out) == (2, "")
+    assert complaint in err
+    assert err.count("\n") == 1
