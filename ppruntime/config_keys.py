@@ -293,6 +293,10 @@ class Fault(Section, frozen=True):
 
     init_timeout_seconds: Seconds = 300.0
     """Longest wait for all ranks to join. No numerics."""
+    stop_grace_seconds: Seconds = 25.0
+    """How long the step under way may take to end, once SIGTERM or Ctrl-C has asked the run to
+    stop; then it is saved. torchrun kills after 30 s, unless `--shutdown-timeout` says more. No
+    numerics."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss or gradient norm that is not finite does: stop the run before the update, or skip
     the update. Changes numerics."""

@@ -45,6 +45,15 @@ def broadcast_bytes(payload: bytes, group: dist.ProcessGroup | None) -> bytes:
     return gather_bytes(payload if dist.get_rank(group) == 0 else b"", group)[0]
 
 
+def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether `flag` is set on some rank, the same on every rank."""
+    if group is None:
+        return flag
+    count = torch.tensor(int(flag), device=collective_device(group))
+    dist.all_reduce(count, group=group)
+    return bool(count)
+
+
 def first_complaint(complaint: str | None, group: dist.ProcessGroup | None) -> str | None:
     """The complaint of the lowest rank that has one, on every rank; None if nobody has any.
 

@@ -17,7 +17,7 @@ from ppruntime.models.dims import counts
 from ppruntime.ranks import Ranks
 from ppruntime.run_dir import ExitCode, RunDir, RunDirError, Status
 from ppruntime.schedules.ops import ScheduleError
-from ppruntime.termination import StoppedError
+from ppruntime.termination import InterruptedTwiceError, StoppedError
 from ppruntime.token_file import DataError
 from ppruntime.trainer import NonFiniteError, StepResult
 from ppruntime.transports.agree import DisagreementError
@@ -32,6 +32,7 @@ _EXIT_CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
     (NonFiniteError, ExitCode.NONFINITE),
     (DisagreementError, ExitCode.DISAGREEMENT),
     (TransportError, ExitCode.RANK_DIED),
+    (InterruptedTwiceError, ExitCode.INTERRUPTED),
     (StoppedError, ExitCode.STOPPED),
 )
 """Errors that a person can act on: told in a sentence, without a traceback."""

@@ -20,20 +20,18 @@ from ppruntime.build import build_pipeline
 from ppruntime.config import Config, ConfigError, digest
 from ppruntime.data import Batches, open_data
 from ppruntime.manifest import CheckpointError, TrainingState, find
-from ppruntime.messages import broadcast_bytes, first_complaint
+from ppruntime.messages import any_rank, broadcast_bytes, first_complaint
 from ppruntime.profiling import align_clocks, gather_step, write_timeline
 from ppruntime.ranks import Layout, Ranks, check_world, join, leave, started_rank
 from ppruntime.reporting import FORESEEN, LOSS_SECONDS, Record, Reporter, exit_code, tell
 from ppruntime.run_dir import ExitCode, RunDirError, new_run_dir, open_run
-from ppruntime.termination import Termination
+from ppruntime.termination import StoppedError, Termination
 from ppruntime.token_file import DataError
 from ppruntime.trainer import Trainer
 from ppruntime.transports.base import TransportError
 
-_GRACE_SECONDS = 4.0
-"""How long rank 0 goes on after SIGTERM, in case the launcher sent it because of a lost rank."""
 _EXTRA_GRACE_SECONDS = 2.0
-"""The others go on longer, so that rank 0 is the first to stop and the one that says so."""
+"""Ranks other than 0 go on longer once asked to end, so that rank 0 is the one that says so."""
 
 T = TypeVar("T")
 
@@ -41,8 +39,8 @@ T = TypeVar("T")
 def run(config: Config) -> int:
     """Trains as the config says, as one rank of the started world. Gives the exit code."""
     is_first = started_rank() == 0
-    grace = _GRACE_SECONDS if is_first else _GRACE_SECONDS + _EXTRA_GRACE_SECONDS
-    with Termination(grace_seconds=grace, ends_by_signal=not is_first):
+    grace = config.fault.stop_grace_seconds + (0 if is_first else _EXTRA_GRACE_SECONDS)
+    with Termination(grace_seconds=grace, ends_by_signal=not is_first) as termination:
         try:
             torch.set_num_threads(config.run.num_threads)
             layout = Layout(config.pp.size, config.parallel.dp, config.parallel.ep)
@@ -59,7 +57,7 @@ def run(config: Config) -> int:
             return exit_code(error)
         try:
             with _naming_the_lost(ranks):
-                _train(config, ranks)
+                _train(config, ranks, termination)
             ranks.part()
         except FORESEEN as error:
             tell(error, speaks=ranks.speaks)
@@ -92,7 +90,7 @@ def _loss(lost: tuple[int, ...], error: RuntimeError) -> TransportError:
     return found
 
 
-def _train(config: Config, ranks: Ranks) -> None:
+def _train(config: Config, ranks: Ranks, termination: Termination) -> None:
     directory = _directory(config, ranks)
     is_first = ranks.rank == 0
     opened = _together(lambda: open_run(directory) if is_first else None, RunDirError, ranks)
@@ -115,7 +113,8 @@ def _train(config: Config, ranks: Ranks) -> None:
         reporter = None
         if record is not None:
             reporter = stack.enter_context(Reporter(config, ranks, record, done))
-        _Loop(config, ranks, directory, trainer, train_data, validation, reporter).run(done)
+        parts = (trainer, train_data, validation, reporter, termination)
+        _Loop(config, ranks, directory, *parts).run(done)
 
 
 @contextmanager
@@ -198,9 +197,11 @@ class _Loop:
     train_data: Batches
     validation: Batches | None
     reporter: Reporter | None
+    termination: Termination
 
     def run(self, state: TrainingState) -> None:
-        """Trains from `state` to the last step."""
+        """Trains from `state` to the last step, or to the first one at whose end some rank has been
+        asked to stop: then it is saved and StoppedError raised, on all ranks."""
         num_steps = self.config.train.steps
         timeline_step = self.config.run.timeline_step
         if timeline_step is None:
@@ -222,9 +223,15 @@ class _Loop:
             if index == timeline_step:
                 self._write_timeline(done)
             interval = self.config.checkpoint.interval
-            if done == num_steps or (interval is not None and done % interval == 0):
+            asked = self.termination.asked
+            stops = any_rank(asked is not None, self.ranks.world_group) and done < num_steps
+            due = interval is not None and done % interval == 0
+            if stops or due or done == num_steps:
                 self._save(state)
                 saved = done
+            if stops:
+                by = asked or "a signal to another rank"
+                raise StoppedError(f"stopped by {by} after step {done}, which is saved")
         if self.reporter is not None:
             self.reporter.finished(num_steps, saved, ran=first < num_steps)
 

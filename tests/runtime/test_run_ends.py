@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from small_runs import train
 
 from ppruntime.compare import compare_metrics
 from ppruntime.run_dir import Status, open_run, read_status
+from ppruntime.termination import InterruptedTwiceError, Termination
 
 STEPS = ("pp.size=2", "train.steps=4", "checkpoint.interval=1")
 
@@ -137,36 +139,61 @@ def test_a_killed_rank_is_named_once_in_a_transfer_or_a_collective_and_the_run_g
     assert compare_metrics(run_dir / "metrics.jsonl", uninterrupted).equal
 
 
-def train_until_asked_to_stop(rank: int, run_dir: str):
-    from ppruntime import session
+def train_and_ask_to_stop(rank: int, run_dir: str, asked: int, request: int):
     from ppruntime.trainer import Trainer
 
     step = Trainer.step
-    calls: list[int] = []
 
-    def ask_once(self, *args):
-        calls.append(1)
-        if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, *args)
+    def ask_in_step_3(self, index, *args):
+        if index == 2 and rank == asked:
+            os.kill(os.getpid(), request)
+        return step(self, index, *args)
 
-    Trainer.step = ask_once
-    session._GRACE_SECONDS = 0.5
-    return train(rank, run_dir, (*STEPS, "train.steps=100000"))
+    Trainer.step = ask_in_step_3
+    return train(rank, run_dir, (*STEPS, "checkpoint.interval=100"))
 
 
-def test_a_request_to_stop_is_told_by_rank_0_and_the_others_end_by_the_signal(
-    tmp_path, rank_outcomes
+@pytest.mark.parametrize(
+    ("asked", "request_", "by"),
+    [(0, signal.SIGINT, "Ctrl-C"), (1, signal.SIGTERM, "a signal to another rank")],
+)
+def test_a_request_to_stop_ends_all_ranks_after_the_step_and_loses_nothing(
+    asked, request_, by, tmp_path, run_ranks, rank_outcomes, uninterrupted
 ):
     run_dir = tmp_path / "run"
-    first, other = rank_outcomes(2, train_until_asked_to_stop, str(run_dir))
+    first, other = rank_outcomes(2, train_and_ask_to_stop, str(run_dir), asked, request_)
     code, _, errors = first.value
     status = status_of(run_dir)
     assert code == status.exit == 75
-    sentence, *notes = errors.splitlines()
-    assert sentence == "error: stopped by SIGTERM"
-    assert notes[-1].endswith(f"it goes on from {status.last_checkpoint}")
+    sentence, note = errors.splitlines()
+    assert sentence == f"error: stopped by {by} after step 3, which is saved"
+    assert note.endswith("it goes on from step-00000003")
     assert status.resumable
+    # Only who was asked ends by the signal that its launcher sent.
+    assert other.exit_code == (-signal.SIGTERM if asked == 1 else 0)
+
+    assert run_ranks(2, train, str(run_dir), STEPS)[0][0] == 0
+    assert compare_metrics(run_dir / "metrics.jsonl", uninterrupted).equal
+
+
+def train_in_a_step_without_end(rank: int, run_dir: str):
+    from ppruntime.trainer import Trainer
+
+    def never_ends(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(100)
+
+    Trainer.step = never_ends
+    return train(rank, run_dir, (*STEPS, "fault.stop_grace_seconds=0.5"))
+
+
+def test_a_step_that_does_not_end_in_time_is_given_up_and_rank_0_says_so(tmp_path, rank_outcomes):
+    first, other = rank_outcomes(2, train_in_a_step_without_end, str(tmp_path / "run"))
+    code, _, errors = first.value
+    assert code == 75
+    assert errors.startswith(
+        "error: stopped by SIGTERM, 0.5 s after it came; the step under way is lost"
+    )
     assert other.exit_code == -signal.SIGTERM
 
 
@@ -193,6 +220,15 @@ def test_an_unforeseen_error_keeps_its_traceback_and_rank_0_says_where_it_was(
     assert "rank 1 failed in 1B0: a unit broke" in errors
     status = status_of(run_dir)
     assert (status.exit, status.culprit_rank, status.resumable) == (10, 1, False)
+
+
+def test_a_second_ctrl_c_stops_at_once():
+    with Termination(grace_seconds=60, ends_by_signal=False) as termination:
+        signal.raise_signal(signal.SIGINT)
+        assert termination.asked == "Ctrl-C"
+        signal.raise_signal(signal.SIGTERM)  # a launcher passes its own on: the same request
+        with pytest.raises(InterruptedTwiceError, match="a second Ctrl-C"):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_sigterm_kills_at_once_outside_a_run():
