@@ -23,18 +23,27 @@ from ppruntime.models.dims import DTYPE_BYTES, ModelDims, Role, UnitKind, UnitSp
 _FP32, _INT64, _INT32, _BOOL = 4, 8, 4, 1
 
 
-def saved_bytes(dims: ModelDims, spec: UnitSpec, batch: int, seq_len: int, dtype: str) -> int:
+def saved_bytes(
+    dims: ModelDims,
+    spec: UnitSpec,
+    batch: int,
+    seq_len: int,
+    dtype: str,
+    *,
+    head: str = "reference",
+) -> int:
     """What autograd saves in one unit for `batch` sequences of `seq_len` tokens, each piece of
     memory once; parameters, token data and the carry that comes in and goes out not counted.
 
-    `dtype` is the compute dtype, float32 or bfloat16. No token is masked from Engram.
+    `dtype` is the compute dtype, float32 or bfloat16. No token is masked from Engram. `head` is the
+    loss by its name in `head.head_loss`, "auto" apart.
     """
     run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
     match spec.kind:
         case UnitKind.EMBED:
             return 0
         case UnitKind.HEAD:
-            return _head(run)
+            return _head(run, head)
         case UnitKind.MOE:
             return _residual(run) + _moe(run)
         case _:
@@ -267,11 +276,17 @@ def _swiglu(run: _Run, rows: int, width: int) -> int:
     return 3 * run.item * rows * width
 
 
-def _head(run: _Run) -> int:
-    """V4's collapse coefficients; collapse, norm, its output, log-probabilities, total weight."""
+def _head(run: _Run, kernel: str) -> int:
+    """V4's collapse coefficients; collapse, norm, its output; of the loss log-probabilities and
+    total weight, or in chunks a log-sum-exp a token, or the logits' gradient."""
     dims, tokens = run.dims, run.tokens
     total = _norm(run, tokens, dims.hidden_size)
-    total += run.item * tokens * dims.hidden_size + _FP32 * (tokens * dims.vocab_size + 1)
+    total += run.item * tokens * dims.hidden_size
+    total += {
+        "reference": _FP32 * (tokens * dims.vocab_size + 1),
+        "chunked": _FP32 * tokens,
+        "triton": run.item * tokens * dims.vocab_size,
+    }[kernel]
     if dims.family == "v4":  # streams, 1 / rms; projection, normalised, sigmoid, mix
         total += run.copy(run.streams) + _FP32 * tokens * (1 + 4 * dims.num_streams)
     return total

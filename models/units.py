@@ -16,7 +16,7 @@ from ppruntime.models.attention_v4 import AttentionV4
 from ppruntime.models.carry import CROSSING, Carry, MicroBatch
 from ppruntime.models.dims import ModelDims, Role, UnitKind, UnitSpec
 from ppruntime.models.engram import Engram
-from ppruntime.models.head import summed_cross_entropy
+from ppruntime.models.head import HeadLoss, whole_loss
 from ppruntime.models.linear import Linear
 from ppruntime.models.mhc import Coefficients, HyperConnection, collapse, write_back
 from ppruntime.models.mhc_v4 import HeadCollapse
@@ -119,7 +119,12 @@ class MoEUnit(nn.Module):
 
 
 class HeadUnit(nn.Module):
-    """Final norm, logits and the summed loss. V4 collapses the streams by a module of its own."""
+    """Final norm, logits and the summed loss. V4 collapses the streams by a module of its own.
+
+    `loss_of` computes the loss: `head.whole_loss` unless a stage's builder puts another in.
+    """
+
+    loss_of: HeadLoss = staticmethod(whole_loss)
 
     def __init__(
         self,
@@ -139,15 +144,20 @@ class HeadUnit(nn.Module):
 
     def logits(self, carry: Carry) -> Tensor:
         """[B, T, vocabulary] fp32."""
-        streams_BTSD = _streams(carry)
-        mix_BTS = carry.mix if self.collapse is None else self.collapse(streams_BTSD)
-        assert mix_BTS is not None, "the head has no mix in its carry"
-        logits: Tensor = self.projection(self.norm(collapse(streams_BTSD, mix_BTS)))
+        logits: Tensor = self.projection(self._hidden(carry))
         return logits
 
     def forward(self, carry: Carry, batch: MicroBatch) -> Carry:
-        loss = summed_cross_entropy(self.logits(carry), batch.labels)
+        loss = self.loss_of(self._hidden(carry), self.projection, batch.labels)
         return Carry(loss=loss, balance_loss=carry.balance_loss, loads=carry.loads)
+
+    def _hidden(self, carry: Carry) -> Tensor:
+        """[B, T, D]: the collapsed streams after the final norm."""
+        streams_BTSD = _streams(carry)
+        mix_BTS = carry.mix if self.collapse is None else self.collapse(streams_BTSD)
+        assert mix_BTS is not None, "the head has no mix in its carry"
+        hidden_BTD: Tensor = self.norm(collapse(streams_BTSD, mix_BTS))
+        return hidden_BTD
 
 
 Unit: TypeAlias = EmbedUnit | AttentionUnit | MoEUnit | HeadUnit

@@ -19,9 +19,10 @@ from ppruntime.clocks import CudaClock, HostClock
 from ppruntime.config import Config
 from ppruntime.executor import Executor
 from ppruntime.models.dims import ModelDims, UnitKind, UnitSpec, unit_parameters, unit_specs
+from ppruntime.models.head import head_loss
 from ppruntime.models.init import init_parameters
 from ppruntime.models.linear import WeightGradQueue, set_queue
-from ppruntime.models.units import build_unit
+from ppruntime.models.units import HeadUnit, build_unit
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut
 from ppruntime.ranks import Ranks
@@ -188,6 +189,8 @@ def build_stage(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
     for spec in plan.units:
         unit = build_unit(dims, spec, device=ranks.device, dtype=torch.float32)
         init_parameters(unit, spec.name, config.train.seed)
+        if isinstance(unit, HeadUnit):
+            unit.loss_of = head_loss(config.kernels.head, ranks.device)
         units.append(unit)
     sharded = dtype is not torch.float32 or ranks.layout.num_data_ranks > 1
     halves = (UnitKind.ATTENTION, UnitKind.MOE)

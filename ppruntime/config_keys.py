@@ -284,8 +284,11 @@ class Kernels(Section, frozen=True):
     """Engram lookups and gate. Summation order."""
     linear: Backend = "reference"
     """Dense projections. Changes numerics (FP8)."""
-    head: Backend = "reference"
-    """Final norm, projection to the vocabulary and cross-entropy. Summation order."""
+    head: Literal["reference", "chunked", "triton", "auto"] = "reference"
+    """Projection to the vocabulary and cross-entropy. reference: all logits at once. chunked: some
+    tokens' logits at a time, computed again in the backward; least memory, on any device. triton:
+    their gradient is made in the forward and kept in bf16; fastest, for bf16 on a GPU. auto: triton
+    where it can run, else chunked. Summation order."""
 
 
 class Fault(Section, frozen=True):

@@ -57,7 +57,6 @@ _NOT_BUILT = (
             "grouped_output",
             "engram",
             "linear",
-            "head",
         )
     ),
     _NotBuilt("fault.nonfinite", ("stop",), 'use "stop"'),
@@ -292,6 +291,17 @@ def _routing(config: Config) -> Iterator[Broken]:
         )
 
 
+def _head_kernel(config: Config) -> Iterator[Broken]:
+    if config.kernels.head != "triton":
+        return
+    for key, value in (("train.precision", "fp32"), ("run.device", "cpu")):
+        if reduce(getattr, key.split("."), cast(Any, config)) == value:
+            yield (
+                "kernels.head",
+                f'kernels.head = "triton" does not run with {key} = {show(value)}; use "chunked"',
+            )
+
+
 def _timeline(config: Config) -> Iterator[Broken]:
     step, steps = config.run.timeline_step, config.train.steps
     if step is not None and step >= steps:
@@ -324,6 +334,7 @@ _RULES: tuple[Rule, ...] = (
     _learning_rate,
     _learning_rate_warmup,
     _routing,
+    _head_kernel,
     _timeline,
     _paths,
 )

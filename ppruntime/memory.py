@@ -76,7 +76,7 @@ def activation_bytes(config: Config, stage: StagePlan) -> int:
             held |= {(maker, name) for name, maker in makers.items()}
             kept: frozenset[str] = frozenset()
         else:
-            total += saved_bytes(*_case(config, spec))
+            total += saved_bytes(*_case(config, spec), head=_head_kernel(config))
             kept = kept_fields(*_case(config, spec))
         held |= {(makers[name], name) for name in kept & spec.reads & makers.keys()}
         made = {name: spec for name in spec.live_after if name in spec.writes}
@@ -123,6 +123,14 @@ def _ceil(number: int, parts: int) -> int:
 
 def _is_recomputed(config: Config, spec: UnitSpec) -> bool:
     return config.ac.mode == "full" and spec.kind in (UnitKind.ATTENTION, UnitKind.MOE)
+
+
+def _head_kernel(config: Config) -> str:
+    """`kernels.head`, with "auto" as a GPU has it unless the config is for none."""
+    if config.kernels.head != "auto":
+        return config.kernels.head
+    chunked = config.train.precision == "fp32" or config.run.device == "cpu"
+    return "chunked" if chunked else "triton"
 
 
 def _case(config: Config, spec: UnitSpec) -> tuple[ModelDims, UnitSpec, int, int, str]:

@@ -295,6 +295,14 @@ RULES = [
         "leave one of them out",
     ),
     (
+        "kernels.head=triton train.precision=fp32",
+        'kernels.head = "triton" does not run with train.precision = "fp32"; use "chunked"',
+    ),
+    (
+        "kernels.head=triton run.device=cpu",
+        'kernels.head = "triton" does not run with run.device = "cpu"; use "chunked"',
+    ),
+    (
         "run.timeline_step=30",
         "run.timeline_step = 30 is never reached, steps are numbered 0 to 29; leave it out for the "
         "last one",

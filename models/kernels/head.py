@@ -1,0 +1,193 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# (kernels are typed by Triton, at launch)
+"""The head's loss with time first: three products, and softmax with its gradient in one kernel.
+
+`models.head.chunked_loss` computes the logits again in the backward, which costs a fourth product.
+Here the forward makes, of each chunk of fp32 logits, the loss and the logits' gradient but for the
+seed, softmax - one-hot, in the compute dtype. These pieces stay for the backward: N V 2 bytes (2.1
+GB for 8,192 tokens of V4.1), half of what `whole_loss` keeps, and no piece has more than a chunk of
+tokens. Forward, input gradient and weight gradient then are one product each, so a split backward
+costs nothing. The seed, known in the backward, multiplies fp32 products before they are rounded.
+
+Peak beside hidden states and weights, N = 16,384: pieces 4.24 GB, one chunk of logits 1.06 GB (or
+the weight gradient 1.32 GB and a block of its fp32 sums 0.34 GB): 5.9 GB.
+
+Numeric class: summation order. Shape letters: N tokens, C tokens of a chunk, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ppruntime.models.carry import IGNORED_LABEL
+from ppruntime.models.head import CHUNK_TOKENS, add_product, chunks, fp32_logits
+from ppruntime.models.kernels.rounding import INTERPRETED, to_bf16
+from ppruntime.models.linear import Linear, WeightGradQueue, now_or_later
+
+VOCAB_BLOCK = 16384
+"""Rows of the weight gradient whose fp32 sums exist at once."""
+_BLOCK = 4096
+"""Logits that one program reads at a time."""
+
+
+def fused_loss(
+    hidden: Tensor, projection: Linear, labels: Tensor, *, chunk_tokens: int = CHUNK_TOKENS
+) -> Tensor:
+    """As `models.head.whole_loss`: fp32 scalar. A label that is no token id makes the loss NaN.
+
+    Raises RuntimeError off CUDA without the interpreter, ValueError for hidden states and weights
+    of different dtypes or another dtype than bf16 (fp32 in the interpreter).
+    """
+    loss: Tensor = _FusedLoss.apply(
+        hidden.flatten(0, -2),
+        projection.weight,
+        labels.flatten(),
+        projection.queue,
+        chunk_tokens,
+        torch.is_grad_enabled(),
+    )
+    return loss
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        queue: WeightGradQueue | None,
+        chunk_tokens: int,
+        keeps_gradient: bool,
+    ) -> Tensor:
+        _check(x_ND, weight_VD)
+        loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
+        pieces: list[Tensor] = []
+        for rows in chunks(len(labels_N), chunk_tokens):
+            logits_CV = fp32_logits(x_ND[rows], weight_VD)
+            loss_C, grad_CV = _softmax_grad(
+                logits_CV, labels_N[rows], x_ND.dtype if keeps_gradient else None
+            )
+            del logits_CV
+            loss += loss_C.sum()
+            pieces.append(grad_CV)
+        ctx.save_for_backward(x_ND, weight_VD, *pieces)
+        ctx.queue, ctx.parameter, ctx.chunk_tokens = queue, weight_VD, chunk_tokens
+        return loss
+
+    @staticmethod
+    def backward(
+        ctx: Any, seed: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        x_ND, weight_VD, *pieces = (tensor.detach() for tensor in ctx.saved_tensors)
+        parts = list(chunks(len(x_ND), ctx.chunk_tokens))
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.empty_like(x_ND)
+            for rows, grad_CV in zip(parts, pieces, strict=True):
+                grad_x[rows] = fp32_logits(grad_CV, weight_VD.t()).mul_(seed)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+
+            def compute() -> Tensor:
+                return _weight_grad(pieces, [x_ND[rows] for rows in parts], weight_VD, seed)
+
+            grad_weight = now_or_later(ctx.queue, ctx.parameter, compute)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _weight_grad(
+    pieces: list[Tensor], inputs: list[Tensor], weight_VD: Tensor, seed: Tensor
+) -> Tensor:
+    """seed * sum over chunks of gradient^T hidden, summed in fp32 a block of rows at a time."""
+    grad_VD = torch.zeros_like(weight_VD)
+    for block in chunks(len(weight_VD), VOCAB_BLOCK):
+        sums: Tensor | None = None
+        for grad_CV, x_CD in zip(pieces, inputs, strict=True):
+            sums = add_product(sums, grad_CV[:, block].t(), x_CD)
+        if sums is not None:
+            grad_VD[block] = sums.mul_(seed)
+    return grad_VD
+
+
+@torch.library.custom_op("ppruntime::head_softmax_grad", mutates_args=())
+def _softmax_grad(
+    logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """(loss [C] fp32, softmax - one-hot [C, V] in `dtype`; [C, 0] if that is None). Both are 0
+    where a label is ignored."""
+    num_rows, num_logits = logits_CV.shape
+    loss_C = torch.empty(num_rows, dtype=torch.float32, device=logits_CV.device)
+    grad_CV = logits_CV.new_empty(
+        num_rows, 0 if dtype is None else num_logits, dtype=dtype or torch.bfloat16
+    )
+    if num_rows:
+        _softmax_grad_kernel[(num_rows,)](
+            logits_CV, labels_C, loss_C, grad_CV, num_logits,
+            IGNORED_LABEL, dtype is not None, _BLOCK, num_warps=8,
+        )  # fmt: skip
+    return loss_C, grad_CV
+
+
+@_softmax_grad.register_fake
+def _(logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    loss_C = logits_CV.new_empty(logits_CV.shape[0], dtype=torch.float32)
+    width = 0 if dtype is None else logits_CV.shape[1]
+    return loss_C, logits_CV.new_empty(logits_CV.shape[0], width, dtype=dtype or torch.bfloat16)
+
+
+@triton.jit
+def _softmax_grad_kernel(
+    logits_ptr, labels_ptr, loss_ptr, grad_ptr, num_logits,
+    IGNORED: tl.constexpr, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row per program: an online softmax, then the gradient from logits still in the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_ptr + row)
+    is_valid = label != IGNORED
+    logits_ptr += row * num_logits
+    grad_ptr += row * num_logits
+    places = tl.arange(0, BLOCK)
+    # One maximum and sum per place: the row is reduced once, at the end.
+    top = tl.full([BLOCK], -1e38, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, num_logits, BLOCK):
+        inside = start + places < num_logits
+        logits = tl.load(logits_ptr + start + places, mask=inside, other=float("-inf"))
+        new_top = tl.maximum(top, logits)
+        total = total * tl.exp(top - new_top) + tl.exp(logits - new_top)
+        top = new_top
+    largest = tl.max(top, 0)
+    lse = largest + tl.log(tl.sum(total * tl.exp(top - largest), 0))
+    is_token = (label >= 0) & (label < num_logits)
+    of_label = tl.load(logits_ptr + label, mask=is_token, other=float("nan"))
+    tl.store(loss_ptr + row, tl.where(is_valid, lse - of_label, 0.0))
+    if WITH_GRAD:
+        for start in range(0, num_logits, BLOCK):
+            inside = start + places < num_logits
+            logits = tl.load(logits_ptr + start + places, mask=inside, other=float("-inf"))
+            grad = tl.exp(logits - lse) - tl.where(start + places == label, 1.0, 0.0)
+            grad = tl.where(is_valid, grad, 0.0)
+            if grad_ptr.dtype.element_ty == tl.bfloat16:
+                grad = to_bf16(grad)
+            tl.store(grad_ptr + start + places, grad, mask=inside)
+
+
+def _check(x_ND: Tensor, weight_VD: Tensor) -> None:
+    place = "head"
+    if not x_ND.is_cuda and not INTERPRETED.value:
+        raise RuntimeError(
+            f"{place}: the kernels need a CUDA device, hidden states are on {x_ND.device}; use "
+            'kernels.head = "chunked", or set TRITON_INTERPRET=1 before the first import'
+        )
+    allowed = (torch.bfloat16,) if x_ND.is_cuda else (torch.bfloat16, torch.float32)
+    if x_ND.dtype not in allowed or x_ND.dtype != weight_VD.dtype:
+        raise ValueError(
+            f"{place}: hidden states are {x_ND.dtype} and weights {weight_VD.dtype}; both have to "
+            'be bfloat16 (or float32 in the interpreter); kernels.head = "chunked" takes any'
+        )
