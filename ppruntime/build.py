@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ppruntime import config as configuration
+from ppruntime.activation_offload import ActivationOffload, ToFp8, ToHost
 from ppruntime.boundaries import expected_boundaries, probe, warm_up
 from ppruntime.channels import edge_of, make_channels
 from ppruntime.clocks import CudaClock, HostClock
 from ppruntime.config import Config
 from ppruntime.executor import Executor
+from ppruntime.host_memory import HostPool
 from ppruntime.models.dims import ModelDims, UnitKind, UnitSpec, unit_parameters, unit_specs
 from ppruntime.models.head import head_loss
 from ppruntime.models.init import init_parameters
@@ -62,6 +64,8 @@ class Pipeline:
     buffers: Mapping[str, Tensor]
     param_order: tuple[str, ...]
     transport: Transport
+    host_pool: HostPool
+    """Where activations and masters lie that are off the device; empty without any."""
     training: Executor
     evaluation: Executor
 
@@ -127,9 +131,21 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
         **_transport_options(config),
     )
 
+    host_pool = HostPool(ranks.device)
+    offload = _activation_offload(config, stages, ranks.device, host_pool)
+
     def executor(schedule: Schedule, *, training: bool) -> Executor:
         rank, clock = ranks.pp_rank, CudaClock() if ranks.device.type == "cuda" else HostClock()
-        return Executor(schedule, rank, stages, channels, transport, clock=clock, training=training)
+        return Executor(
+            schedule,
+            rank,
+            stages,
+            channels,
+            transport,
+            clock=clock,
+            training=training,
+            offload=offload if training else None,
+        )
 
     units = tuple(
         (spec, unit)
@@ -150,9 +166,23 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
             for p in unit_parameters(dims, spec)
         ),
         transport=transport,
+        host_pool=host_pool,
         training=executor(order.lowered, training=True),
         evaluation=executor(evaluation, training=False),
     )
+
+
+def _activation_offload(
+    config: Config, stages: Mapping[int, Stage], device: torch.device, host_pool: HostPool
+) -> ActivationOffload | None:
+    """Where this rank's activations go between forward and backward; None: they stay."""
+    pp = config.pp
+    if not pp.activation_offload:
+        return None
+    standing = {index: stage.standing_tensors for index, stage in stages.items()}
+    if pp.offload_target == "fp8":
+        return ActivationOffload(ToFp8(compute_dtype(config)), standing)
+    return ActivationOffload(ToHost(device, host_pool), standing)
 
 
 def _transport_options(config: Config) -> dict[str, Any]:

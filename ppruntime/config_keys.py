@@ -89,7 +89,16 @@ class Pipeline(Section, frozen=True):
     nccl_library: str | None = None
     """Path of the libnccl to load. Default: the installed one. Bitwise."""
     activation_offload: bool = False
-    """Keep in-flight micro-batches' saved activations in host memory. Bitwise."""
+    """Keep in-flight micro-batches' saved activations elsewhere between forward and backward, see
+    offload_target. Bitwise, with target fp8 changes numerics."""
+    offload_every: Count = 1
+    """Offload one micro-batch in this many; the others stay. Bitwise."""
+    offload_paced: bool = False
+    """Let forwards of the warm-up wait for the copies to the host, so that no more than one is on
+    its way: the least memory. Default: never wait, until the first backward has run. Bitwise."""
+    offload_target: Literal["host", "fp8"] = "host"
+    """host: pinned host memory. fp8: on the device, in E4M3 with a power-of-two scale for each 128
+    values; only tensors in the compute dtype. Default: exact. Changes numerics (fp8)."""
     offload_masters: bool = False
     """Keep fp32 masters in host memory between a step's first and last forward. Bitwise."""
     defer_weight_grads: bool = False

@@ -15,7 +15,15 @@ from itertools import pairwise
 from typing import Any, TypeAlias, cast
 
 from ppruntime.config_errors import show
-from ppruntime.config_keys import LOOP_SCHEDULES, V_SCHEDULES, Config, Data, Section, Train
+from ppruntime.config_keys import (
+    LOOP_SCHEDULES,
+    V_SCHEDULES,
+    Config,
+    Data,
+    Pipeline,
+    Section,
+    Train,
+)
 from ppruntime.models.dims import preset, validate
 
 Broken: TypeAlias = tuple[str, str]
@@ -39,7 +47,6 @@ class _NotBuilt:
 
 _NOT_BUILT = (
     _NotBuilt("pp.gemm_sms", (None,), "leave it out"),
-    _NotBuilt("pp.activation_offload", (False,), 'leave it out; ac.mode = "full" saves memory too'),
     _NotBuilt("pp.offload_masters", (False,), "leave it out"),
     _NotBuilt("optim.type", ("adamw",), 'use "adamw"'),
     _NotBuilt("ac.mode", ("none", "full"), 'use "none" or "full"'),
@@ -201,6 +208,32 @@ def _deferred_weight_grads(config: Config) -> Iterator[Broken]:
         )
 
 
+def _activation_offload(config: Config) -> Iterator[Broken]:
+    pp = config.pp
+    for name in ("offload_every", "offload_paced", "offload_target"):
+        value = getattr(pp, name)
+        if not pp.activation_offload and value != getattr(Pipeline(), name):
+            yield (
+                f"pp.{name}",
+                f"pp.{name} = {show(value)} has no effect without pp.activation_offload = true; set"
+                " both or neither",
+            )
+    if not pp.activation_offload:
+        return
+    if pp.offload_paced and pp.offload_target == "fp8":
+        yield (
+            "pp.offload_paced",
+            'pp.offload_paced = true has no effect on pp.offload_target = "fp8", which copies'
+            ' nothing off the device; leave it out, or use "host"',
+        )
+    if pp.offload_every > config.train.num_micro_batches:
+        yield (
+            "pp.offload_every",
+            f"pp.offload_every = {pp.offload_every} is more than train.num_micro_batches ="
+            f" {config.train.num_micro_batches}: only the first would move; use a smaller one",
+        )
+
+
 def _transport(config: Config) -> Iterator[Broken]:
     pp = config.pp
     for name, kind in (("transport_ctas", "nccl"), ("recv_lead", "nccl"), ("nccl_library", "put")):
@@ -326,6 +359,7 @@ _RULES: tuple[Rule, ...] = (
     _cut,
     _warmup,
     _deferred_weight_grads,
+    _activation_offload,
     _experts,
     _transport,
     _data_path,

@@ -7,12 +7,14 @@ step is one loop over these calls. An op waits only for what it reads: a receive
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from ppruntime.activation_offload import ActivationOffload
 from ppruntime.clocks import Clock, OpTimes
 from ppruntime.models.carry import MicroBatch
 from ppruntime.schedules.ops import Kind, Op, Schedule, ScheduleError
@@ -66,7 +68,8 @@ class Executor:
     """One rank's part of a schedule, bound to its stages and to open channels.
 
     `schedule` is lowered (transfers and frees are ops of it) and checked. With `training` False
-    the forwards run without gradients; the order then has no backward.
+    the forwards run without gradients; the order then has no backward. An order that moves
+    activations away (OFFLOAD, OFFLOADED, RELOAD) needs `offload`.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Executor:
         *,
         clock: Clock[Any],  # host and device stamps differ
         training: bool = True,
+        offload: ActivationOffload | None = None,
     ) -> None:
         self._rank = rank
         self._transport = transport
@@ -86,6 +90,10 @@ class Executor:
         self._stages = stages
         self._ports = {index: _Ports.of(index, channels) for index in stages}
         self._training = training
+        self._offload = offload
+        self._moved = {
+            (op.stage, op.micro_batch) for op in schedule.ops(rank) if op.kind is Kind.OFFLOAD
+        }
         self._batches: Sequence[MicroBatch] = ()
         self._outbox: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._times: list[OpTimes[Any]] = []
@@ -116,6 +124,8 @@ class Executor:
         assert not self._outbox, f"rank {self._rank} never sent {sorted(self._outbox)}"
         for stage in self._stages.values():
             assert not stage.num_in_flight, f"stage {stage.index} has work left after the order"
+        if self._offload is not None:
+            assert not self._offload.num_held, f"rank {self._rank} has activations left over"
 
     def op_times(self) -> list[OpTimes[int]]:
         """The ops of the last step in their order, in ns of `time.perf_counter_ns`. On a device
@@ -128,11 +138,11 @@ class Executor:
         match op.kind:
             case Kind.F:
                 run = stage.forward if self._training else stage.evaluate
-                return partial(self._forward, run, ports, m)
+                return partial(self._forward, stage, run, ports, m)
             case Kind.B:
-                return partial(self._backward, stage.backward, ports, m)
+                return partial(self._backward, stage, stage.backward, ports, m)
             case Kind.I:
-                return partial(self._backward, stage.backward_input, ports, m)
+                return partial(self._backward, stage, stage.backward_input, ports, m)
             case Kind.W:
                 return partial(stage.weight_grads, m)
             case Kind.SEND_F:
@@ -147,29 +157,54 @@ class Executor:
                 return partial(transport.release, _open(ports.input, op), m)
             case Kind.FREE_B:
                 return partial(transport.release, _open(ports.output_grad, op), m)
-            case _:
-                raise ScheduleError(
-                    f"rank {self._rank}: {op} is an op that the executor cannot run"
-                )
+            case Kind.OFFLOAD:
+                return partial(self._offload_for(op).offload, (op.stage, m))
+            case Kind.OFFLOADED:
+                return partial(self._offload_for(op).offloaded, (op.stage, m))
+            case Kind.RELOAD:
+                return partial(self._offload_for(op).reload, (op.stage, m))
+
+    def _offload_for(self, op: Op) -> ActivationOffload:
+        if self._offload is None:
+            raise ScheduleError(
+                f"rank {self._rank}: {op} moves activations, and the executor was given no place"
+                " for them"
+            )
+        return self._offload
 
     def _forward(
         self,
+        stage: Computes,
         run: Callable[[int, Sequence[Tensor], MicroBatch], tuple[Tensor, ...]],
         ports: _Ports,
         m: int,
     ) -> None:
-        received = self._take(ports.input, m)
-        outputs = run(m, received, self._batches[m])
+        received, batch = self._take(ports.input, m), self._batches[m]
+        with self._collecting(stage, m, received, batch):
+            outputs = run(m, received, batch)
         if ports.output is not None:
             self._outbox[ports.output.id, m] = outputs
 
+    def _collecting(
+        self, stage: Computes, m: int, received: Sequence[Tensor], batch: MicroBatch
+    ) -> AbstractContextManager[None]:
+        """Around a forward whose saved activations will be moved."""
+        key = stage.index, m
+        if self._offload is None or key not in self._moved:
+            return nullcontext()
+        return self._offload.collecting(key, (*received, *(x for x in batch if x is not None)))
+
     def _backward(
         self,
+        stage: Computes,
         run: Callable[[int, Sequence[Tensor]], tuple[Tensor, ...]],
         ports: _Ports,
         m: int,
     ) -> None:
         grads = self._take(ports.output_grad, m)
+        if self._offload is not None and (key := (stage.index, m)) in self._moved:
+            self._offload.arrive(key)
+            self._ready = self._clock()
         input_grads = run(m, grads)
         if ports.input_grad is not None:
             self._outbox[ports.input_grad.id, m] = input_grads

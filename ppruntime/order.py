@@ -10,7 +10,13 @@ from ppruntime.schedules import make
 from ppruntime.schedules.check import check
 from ppruntime.schedules.counts import Edge, slots_held
 from ppruntime.schedules.ops import Schedule
-from ppruntime.schedules.passes import add_frees, add_transfers, defer_weight_grads
+from ppruntime.schedules.passes import (
+    add_frees,
+    add_offload,
+    add_transfers,
+    defer_weight_grads,
+    split_pairs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +25,7 @@ class Order:
 
     computations: Schedule
     lowered: Schedule
-    """With transfers and frees: what the executor runs."""
+    """With offloads, transfers and frees: what the executor runs."""
     slots: Mapping[Edge, int]
     """Receive buffers of each channel with which no receive is ever late."""
 
@@ -37,6 +43,11 @@ def make_order(config: Config) -> Order:
     if pp.defer_weight_grads:
         computations = defer_weight_grads(computations)
     slots = slots_held(computations)
-    lowered = add_frees(add_transfers(computations, slots=slots))
+    moved = computations
+    if pp.activation_offload:
+        overlapped = 0 if pp.offload_target == "fp8" else 1 if pp.offload_paced else None
+        # Pairs are taken apart first: "one op ahead" is half a pair.
+        moved = add_offload(split_pairs(moved), every=pp.offload_every, overlapped=overlapped)
+    lowered = add_frees(add_transfers(moved, slots=slots))
     check(lowered, slots=slots)
     return Order(computations, lowered, slots)

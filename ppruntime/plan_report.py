@@ -19,6 +19,7 @@ from ppruntime.memory import (
     state_bytes,
 )
 from ppruntime.models.dims import boundary_bytes, counts, forward_flops_per_token
+from ppruntime.offload_plan import host_bytes, leaving_bytes, offload_text
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut, train_flops_per_token
 from ppruntime.schedules.costs import Costs
@@ -54,6 +55,8 @@ class StageReport:
     """What the backward of the largest recomputed half-layer makes anew."""
     slot_bytes: int
     """Receive buffers for activations and gradients from other ranks."""
+    host_bytes: int
+    """Pinned host memory for what is offloaded; no part of the total."""
     in_flight: int
     """Micro-batches of this stage that are in flight at the most."""
 
@@ -84,6 +87,8 @@ class RankReport:
     """The largest of its stages': one backward runs at a time."""
     slot_bytes: int
     total_bytes: int
+    host_bytes: int
+    """Pinned host memory for what is offloaded; no part of the total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,8 @@ class PlanReport:
     bubble_fraction: float
     """Idle share of the busiest rank's step if op times are as FLOPs and transfers are free."""
     transfers_per_step: int
+    offload: str | None
+    """What is offloaded and what it costs, for people; None without offload."""
     stages: tuple[StageReport, ...]
     ranks: tuple[RankReport, ...]
 
@@ -126,9 +133,10 @@ def report(config: Config) -> PlanReport:
         tokens_per_step=config.global_batch_size * train.seq_len,
         bubble_fraction=timeline.bubble_fraction,
         transfers_per_step=num_transfers(order.computations),
+        offload=offload_text(config, order, plan),
         stages=stages,
         ranks=tuple(
-            _rank(order, rank, [s for s in stages if s.rank == rank], per_micro_batch)
+            _rank(config, order, [s for s in plan if s.rank == rank], stages, per_micro_batch)
             for rank in range(order.computations.num_ranks)
         ),
     )
@@ -158,7 +166,11 @@ def plan_text(config: Config) -> str:
         )
         for s in plan.stages
     ]
-    lines = [*_header(config, plan), "", *text_table((*headings, *_BYTES), rows, left="units")]
+    lines = [*_header(config, plan)]
+    if plan.offload is not None:
+        host = max(rank.host_bytes for rank in plan.ranks)
+        lines.append(f"{plan.offload}; host memory of a rank: up to {short_bytes(host)}")
+    lines += ["", *text_table((*headings, *_BYTES), rows, left="units")]
     if len(plan.ranks) < len(plan.stages):
         per_rank = [
             (str(r.rank), ", ".join(map(str, r.stages)), *_byte_cells(r)) for r in plan.ranks
@@ -216,7 +228,8 @@ def _stages(
     reports = []
     for stage in plan:
         s, state = stage.index, state_bytes(config, stage)
-        in_flight = _peak(order, {s: 1})
+        in_flight = _peak(order, {s: 1}, {s: 0})
+        leaving = {s: leaving_bytes(config, stage)}
         reports.append(
             StageReport(
                 stage=s,
@@ -230,9 +243,10 @@ def _stages(
                 weight_bytes=state.weights,
                 gradient_bytes=state.gradients,
                 optimizer_bytes=state.optimizer,
-                activation_bytes=in_flight * per_micro_batch[s],
+                activation_bytes=_peak(order, {s: per_micro_batch[s]}, leaving),
                 recompute_bytes=recompute_bytes(config, stage),
                 slot_bytes=_slot_bytes(config, order, plan, stage),
+                host_bytes=host_bytes(config, order, leaving),
                 in_flight=in_flight,
             )
         )
@@ -240,16 +254,23 @@ def _stages(
 
 
 def _rank(
-    order: Order, rank: int, stages: Sequence[StageReport], per_micro_batch: Sequence[int]
+    config: Config,
+    order: Order,
+    plan: Sequence[StagePlan],
+    reports: Sequence[StageReport],
+    per_micro_batch: Sequence[int],
 ) -> RankReport:
+    """The rank that has the stages of `plan`."""
+    stages = [reports[stage.index] for stage in plan]
+    leaving = {stage.index: leaving_bytes(config, stage) for stage in plan}
     weights = sum(s.weight_bytes for s in stages)
     gradients = sum(s.gradient_bytes for s in stages)
     optimizer = sum(s.optimizer_bytes for s in stages)
-    activations = _peak(order, {s.stage: per_micro_batch[s.stage] for s in stages})
+    activations = _peak(order, {s.stage: per_micro_batch[s.stage] for s in stages}, leaving)
     recompute = max(s.recompute_bytes for s in stages)
     slots = sum(s.slot_bytes for s in stages)
     return RankReport(
-        rank=rank,
+        rank=plan[0].rank,
         stages=tuple(s.stage for s in stages),
         weight_bytes=weights,
         gradient_bytes=gradients,
@@ -258,6 +279,7 @@ def _rank(
         recompute_bytes=recompute,
         slot_bytes=slots,
         total_bytes=weights + gradients + optimizer + activations + recompute + slots,
+        host_bytes=host_bytes(config, order, leaving),
     )
 
 
@@ -306,19 +328,25 @@ def _held_bytes(config: Config, plan: Sequence[StagePlan], stage: StagePlan) -> 
     return received + activation_bytes(config, stage)
 
 
-def _peak(order: Order, sizes: Mapping[int, int]) -> int:
+def _peak(order: Order, sizes: Mapping[int, int], moved: Mapping[int, int]) -> int:
     """The most that is held at once of some stages of one rank, `sizes` being what a micro-batch in
-    flight weighs on each: from F to B, or to W where the backward is split."""
+    flight weighs on each: from F to B, or to W where the backward is split; less `moved` between
+    OFFLOADED and RELOAD."""
     rank = order.computations.stage_to_rank[min(sizes)]
     held = peak = 0
-    for op in order.computations.ops(rank):
+    for op in order.lowered.ops(rank):
         if op.stage not in sizes:
             continue
+        size = sizes[op.stage]
         if op.kind is Kind.F:
-            held += sizes[op.stage]
-            peak = max(peak, held)
+            held += size
         elif op.kind in (Kind.B, Kind.W):
-            held -= sizes[op.stage]
+            held -= size
+        elif op.kind is Kind.OFFLOADED:
+            held -= moved[op.stage]
+        elif op.kind is Kind.RELOAD:
+            held += moved[op.stage]
+        peak = max(peak, held)
     return peak
 
 

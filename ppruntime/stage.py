@@ -5,7 +5,7 @@ The units know nothing of the pipeline; the stage knows nothing of ranks, transp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,11 @@ class Stage:
     def num_in_flight(self) -> int:
         """Micro-batches forwarded and not yet through their backward, weight gradients included."""
         return len(self._in_flight) + len(self._weight_tasks)
+
+    def standing_tensors(self) -> Iterator[Tensor]:
+        """What lives as long as the stage, in the form in which the units read it just now."""
+        yield from self.units.parameters()
+        yield from self.units.buffers()
 
     def reset(self, *, loss_seed: Tensor, balance_seed: Tensor) -> None:
         """Starts a step. The seeds are the gradients of the step's loss with respect to one

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from toy_units import live_after, toy_units
 
+from ppruntime.activation_offload import ActivationOffload
 from ppruntime.channels import make_channels
 from ppruntime.clocks import HostClock, OpTimes
 from ppruntime.executor import Executor
@@ -65,9 +66,10 @@ def run_local(
     *,
     training: bool = True,
     timeout_seconds: float = 20,
+    offloads: Mapping[int, ActivationOffload] | None = None,
 ) -> list[list[OpTimes[int]]]:
     """One step of the whole pipeline; the op times of each rank. Raises what a rank raised
-    first."""
+    first. `offloads` are by rank."""
     for stage in stages:
         stage.reset(loss_seed=LOSS_SEED, balance_seed=BALANCE_SEED)
     boundaries = toy_boundaries(stages, batches[0])
@@ -87,7 +89,14 @@ def run_local(
         try:
             own = {s: stages[s] for s in lowered.stages_of(rank)}
             executor = Executor(
-                lowered, rank, own, channels, transports[rank], clock=HostClock(), training=training
+                lowered,
+                rank,
+                own,
+                channels,
+                transports[rank],
+                clock=HostClock(),
+                training=training,
+                offload=offloads[rank] if offloads else None,
             )
             executor.run(batches)
             times[rank] = executor.op_times()

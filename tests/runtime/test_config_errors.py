@@ -257,6 +257,21 @@ RULES = [
         '"interleaved_1f1b"',
     ),
     (
+        "pp.offload_every=2",
+        "pp.offload_every = 2 has no effect without pp.activation_offload = true; set both or "
+        "neither",
+    ),
+    (
+        "pp.activation_offload=true pp.offload_target=fp8 pp.offload_paced=true",
+        'pp.offload_paced = true has no effect on pp.offload_target = "fp8", which copies nothing '
+        'off the device; leave it out, or use "host"',
+    ),
+    (
+        "pp.activation_offload=true pp.offload_every=9",
+        "pp.offload_every = 9 is more than train.num_micro_batches = 8: only the first would move; "
+        "use a smaller one",
+    ),
+    (
         "parallel.ep=3",
         "parallel.ep = 3 does not divide the model's 8 experts; use a divisor of 8",
     ),
@@ -337,7 +352,6 @@ def _split(overrides):
 
 UNBUILT = [
     ("pp.gemm_sms=120", "120", "leave it out"),
-    ("pp.activation_offload=true", "true", 'leave it out; ac.mode = "full" saves memory too'),
     ("pp.offload_masters=true", "true", "leave it out"),
     ("optim.type=muon", '"muon"', 'use "adamw"'),
     ("ac.mode=matmul", '"matmul"', 'use "none" or "full"'),

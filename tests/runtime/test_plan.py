@@ -445,3 +445,23 @@ def test_a_table_is_as_wide_as_its_longest_cells():
     ]
     assert short_bytes(0) == "-"
     assert short_bytes(999_999_999) == "1.00 GB"
+
+
+def test_offload_takes_from_the_device_what_the_order_moves():
+    base = ["pp.schedule=1f1b", "train.num_micro_batches=8"]
+    off = report(load([TINY], base))
+    paced = ["pp.activation_offload=true", "pp.offload_paced=true"]
+    on = report(load([TINY], [*base, *paced]))
+    # Rank 0 of 4 holds 4 micro-batches without; paced: one computing, one leaving, one coming back.
+    assert [s.in_flight for s in on.stages] == [s.in_flight for s in off.stages] == [4, 3, 2, 1]
+    assert on.stages[0].activation_bytes * 4 == off.stages[0].activation_bytes * 3
+    assert on.stages[0].host_bytes > 0
+    assert on.ranks[0].total_bytes < off.ranks[0].total_bytes
+    for before, after in zip(off.stages[2:], on.stages[2:], strict=True):
+        assert after.activation_bytes == before.activation_bytes
+        assert after.host_bytes == 0
+    assert "offload: up to" in plan_text(load([TINY], [*base, *paced]))
+    fp8 = load([TINY], [*base, "pp.activation_offload=true", "pp.offload_target=fp8"])
+    assert report(fp8).ranks[0].total_bytes < off.ranks[0].total_bytes
+    assert report(fp8).ranks[0].host_bytes == 0
+    assert "changes numerics" in plan_text(fp8)

@@ -1,0 +1,74 @@
+"""Knobs that save memory, alone and in pairs, on the tiny model: the bits of a run without."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from small_runs import CONFIG, SMALL
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+OFFLOAD = ("pp.activation_offload=true",)
+PACED = (*OFFLOAD, "pp.offload_paced=true")
+RECOMPUTED = ("ac.mode=full",)
+# Orders under which rank 0 of two has enough in flight for something to move.
+ORDERS = {
+    "1f1b": ("pp.schedule=async_1f1b", "pp.warmup_step=[3, 1]"),
+    "1f1b_w": ("pp.schedule=1f1b_w", "pp.warmup_step=[3, 1]"),
+    "dualpipe_v": ("pp.schedule=dualpipe_v",),
+}
+KNOBS = {
+    "offload": OFFLOAD,
+    "offload every second, paced": (*PACED, "pp.offload_every=2"),
+    "offload and recompute": (*PACED, *RECOMPUTED),
+}
+
+
+def a_step_of_each(
+    rank: int, cases: dict[str, tuple[str, ...]]
+) -> dict[str, tuple[list[float], str, int]]:
+    """Per case what the step gave, a digest of the weights, and the pages of host memory."""
+    from ppruntime.build import build_pipeline
+    from ppruntime.config import load
+    from ppruntime.data import open_data
+    from ppruntime.ranks import Layout, Ranks, join, leave
+    from ppruntime.trainer import Trainer
+
+    torch.set_num_threads(1)
+    ranks = join(Layout(2, 1, 1), use_cuda=False, timeout_seconds=30)
+    found = {}
+    for number, (name, overrides) in enumerate(cases.items()):
+        # One start stands for many: each has keys of its own in the store.
+        Ranks.world_store = lambda _, key, n=number: PrefixStore(  # type: ignore[method-assign]
+            f"{n} {key}", _get_default_store()
+        )
+        config = load([CONFIG], [*SMALL, "pp.size=2", "train.num_micro_batches=5", *overrides])
+        pipeline = build_pipeline(config, ranks)
+        trainer, data = Trainer(config, ranks, pipeline), open_data(config)
+        result = trainer.step(0, data)
+        told = [result.loss, result.grad_norm, result.max_load]
+        weights = hashlib.sha256()
+        for tensor in pipeline.params.values():
+            weights.update(tensor.detach().numpy().tobytes())
+        found[name] = told, weights.hexdigest(), pipeline.host_pool.num_bytes
+        dist.barrier()
+        pipeline.transport.close()
+    leave()
+    return found
+
+
+def test_knobs_alone_and_in_pairs_have_the_bits_of_a_run_without(run_ranks):
+    cases = {"": ORDERS["1f1b"]}
+    cases |= {
+        f"{order}, {knob}": (*ORDERS[order], *overrides)
+        for order in ORDERS
+        for knob, overrides in KNOBS.items()
+    }
+    for rank, found in enumerate(run_ranks(2, a_step_of_each, cases, timeout_seconds=300)):
+        for name, (told, weights, host_bytes) in found.items():
+            assert told == found[""][0], (rank, name)
+            if name.startswith("1f1b"):  # the same units on each rank
+                assert weights == found[""][1], (rank, name)
+            if rank == 0 and "offload" in name and "recompute" not in name:
+                assert host_bytes > 0, name
