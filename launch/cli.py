@@ -46,6 +46,16 @@ app.command(
     name="simulate",
     help="Play a step with what slows real clusters down, and say where the time goes.",
 )
+app.command(
+    "ppruntime.launch.calibrate_cli:calibrate",
+    name="calibrate",
+    help="Time a model's units, transfers and optimizer on this machine.",
+)
+app.command(
+    "ppruntime.launch.emulate_cli:emulate",
+    name="emulate",
+    help="Run some stages of a deeper pipeline for real and write what they take.",
+)
 
 Argument: TypeAlias = Annotated[
     str, Parameter(help="TOML files, later ones on top, and section.key=value texts.")

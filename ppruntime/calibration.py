@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -90,6 +91,14 @@ class HeldBytes(Row, frozen=True, kw_only=True):
     num_bytes: int
 
 
+class StagePeak(Row, frozen=True, kw_only=True):
+    """The most that a rank held while it ran a stage, in an emulation or a run."""
+
+    stage: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+
 class PerStep(Row, frozen=True, kw_only=True):
     """What a step takes beside its pipeline: optimizer, reduce, gather, clip, ..."""
 
@@ -130,6 +139,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     per_step: tuple[PerStep, ...] = ()
     slowdowns: tuple[Slowdown, ...] = ()
     memory: tuple[HeldBytes, ...] = ()
+    peaks: tuple[StagePeak, ...] = ()
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -177,6 +187,13 @@ def transfer_seconds(rows: Sequence[TransferTimes], num_bytes: int) -> tuple[flo
     return low.seconds + part * (high.seconds - low.seconds), False
 
 
+def median_and_p95(values: Sequence[float]) -> tuple[float, float]:
+    """The median, and the smallest value that 95 % do not exceed."""
+    ordered = sorted(values)
+    assert ordered, "nothing was measured"
+    return median(ordered), ordered[math.ceil(0.95 * len(ordered)) - 1]
+
+
 def _problem(found: Calibration) -> str | None:
     """Why nothing may be projected from it."""
     if found.zero_weights:
@@ -192,6 +209,7 @@ def _problem(found: Calibration) -> str | None:
         ("per_step", found.per_step),
         ("slowdowns", found.slowdowns),
         ("memory", found.memory),
+        ("peaks", found.peaks),
     )
     for group, rows in groups:
         keys = [_key(row) for row in rows]
@@ -200,7 +218,8 @@ def _problem(found: Calibration) -> str | None:
             for name, time in _times(row):
                 if not 0 <= time < math.inf:
                     return f"{place}.{name} is {time:g}; times are finite and 0 or more"
-            if Origin(row.origin) is Origin.MEASURED and row.samples < LEAST_SAMPLES:
+            timed = not isinstance(row, HeldBytes | StagePeak)  # bytes are counted, not sampled
+            if timed and Origin(row.origin) is Origin.MEASURED and row.samples < LEAST_SAMPLES:
                 return (
                     f"{place} was measured {row.samples} times; measure {LEAST_SAMPLES} times or "
                     'more, or let origin be "assumed"'
@@ -238,6 +257,8 @@ def _key(row: Row) -> tuple[object, ...]:
         return (row.transport,)
     if isinstance(row, HeldBytes):
         return (row.unit, row.ac_mode)
+    if isinstance(row, StagePeak):
+        return (row.stage,)
     assert isinstance(row, PerStep), f"a row of unknown kind: {row}"
     return (row.name,)
 

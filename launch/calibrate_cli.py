@@ -1,0 +1,198 @@
+"""`ppruntime calibrate`: what a model's units, transfers and steps take on this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from ppruntime.projector import ProjectionError
+
+if TYPE_CHECKING:
+    from ppruntime.config import Config
+    from ppruntime.ranks import Ranks
+
+_PLAIN = Parameter(negative="")
+_SIZES = "262144,2097152,16777216,83886080,335544320"
+
+
+def calibrate(
+    *arguments: str,
+    out: Path | None = None,
+    samples: int = 100,
+    modes: str | None = None,
+    depths: str | None = None,
+    transfer_bytes: str = _SIZES,
+    few_samples: Annotated[bool, _PLAIN] = False,
+) -> int:
+    """Times every kind of unit of a model, and writes a calibration.
+
+    In one process: units, optimizer, or with --depths whole models of two depths. Under torchrun
+    with two pipeline ranks (pp.size=2): transfers, added to the same file.
+
+    Parameters
+    ----------
+    arguments
+        The run: TOML files and section.key=value texts.
+    out
+        Calibration file to write, or to add rows to.
+    samples
+        How often each thing is timed.
+    modes
+        AC modes, separated by ','; by default the run's own and none.
+    depths
+        TWO,DEPTHS in layers: the marginal layer, and the whole model's step from it.
+    transfer_bytes
+        Sizes of transfers, separated by ','.
+    few_samples
+        Write rows with fewer than 100 samples, as assumed ones that say so.
+    """
+    from ppruntime.config import load
+
+    files = [argument for argument in arguments if "=" not in argument]
+    overrides = [argument for argument in arguments if "=" in argument]
+    config = load(files, overrides)
+    if samples < 1 or (out is None) == (depths is None):
+        raise ProjectionError(
+            f"--samples {samples}, --out {out}, --depths {depths}: time 1 time or more, and give "
+            "either --out (units and transfers) or --depths"
+        )
+    if config.parallel.ep > 1:
+        raise ProjectionError(
+            f"parallel.ep = {config.parallel.ep}: a unit is timed with all its experts on one rank "
+            "so far; use 1, with model.num_experts divided by the ranks that would share them"
+        )
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > 1 and (depths is not None or started != config.world_size):
+        raise ProjectionError(
+            f"{started} processes started, the run has {config.world_size} ranks; start one for "
+            "units and depths, or pp.size x dp for transfers"
+        )
+    names = modes.split(",") if modes is not None else sorted({config.ac.mode, "none"})
+    configs = {name: load(files, [*overrides, f"ac.mode={name}"]) for name in names}
+    sizes = _whole_numbers("--transfer-bytes", transfer_bytes)
+    return _run(config, configs, out, samples, depths, sizes, started, few_samples)
+
+
+def _run(
+    config: Config,
+    configs: dict[str, Config],
+    out: Path | None,
+    samples: int,
+    depths: str | None,
+    sizes: tuple[int, ...],
+    started: int,
+    few_samples: bool,
+) -> int:
+    import torch
+
+    from ppruntime.ranks import Layout, join, leave
+
+    torch.set_num_threads(config.run.num_threads)
+    layout = Layout(config.pp.size if started > 1 else 1, config.parallel.dp, 1)
+    use_cuda = config.run.device == "cuda" or (
+        config.run.device == "auto" and torch.cuda.is_available()
+    )
+    ranks = join(layout, use_cuda=use_cuda, timeout_seconds=config.fault.init_timeout_seconds)
+    try:
+        if depths is not None:
+            _depths(config, ranks, depths, samples)
+        elif started > 1:
+            assert out is not None, "given without depths"
+            _transfers(config, ranks, out, samples, sizes, few_samples=few_samples)
+        else:
+            assert out is not None, "given without depths"
+            _units(config, configs, ranks, out, samples, few_samples=few_samples)
+    finally:
+        leave()
+    return 0
+
+
+def _units(
+    config: Config,
+    configs: dict[str, Config],
+    ranks: Ranks,
+    out: Path,
+    samples: int,
+    *,
+    few_samples: bool,
+) -> None:
+    from ppruntime.calibrate import optimizer_row, unit_rows
+    from ppruntime.calibration_file import calibration_of, merged, write_calibration
+
+    _say(config, ranks, samples)
+    units, memory = [], []
+    for row, held in unit_rows(configs, ranks, samples):
+        units.append(row)
+        memory.append(held)
+        print(
+            f"{row.unit:<32} {row.ac_mode:<10} F {1e3 * row.forward_s:9.3f}"
+            f"  I {1e3 * row.input_grad_s:9.3f}  W {1e3 * row.weight_grad_s:9.3f} ms"
+            f"  keeps {held.num_bytes / 1e6:.3f} MB",
+            flush=True,
+        )
+    known = calibration_of(
+        config,
+        few_samples=few_samples,
+        transport="idle",
+        units=units,
+        memory=memory,
+        per_step=[optimizer_row(config, ranks, samples)],
+    )
+    write_calibration(merged(out, known), out)
+
+
+def _transfers(
+    config: Config,
+    ranks: Ranks,
+    out: Path,
+    samples: int,
+    sizes: tuple[int, ...],
+    *,
+    few_samples: bool,
+) -> None:
+    from ppruntime.calibrate import transfer_rows
+    from ppruntime.calibration_file import calibration_of, merged, write_calibration
+
+    rows = transfer_rows(config, ranks, sizes, samples)
+    if ranks.rank:
+        return
+    _say(config, ranks, samples)
+    for row in rows:
+        print(f"{row.link} {row.num_bytes:>12,} bytes {1e3 * row.seconds:9.3f} ms one way")
+    known = calibration_of(config, few_samples=few_samples, transport="idle", transfers=rows)
+    write_calibration(merged(out, known), out)
+
+
+def _depths(config: Config, ranks: Ranks, text: str, samples: int) -> None:
+    from ppruntime.calibrate import depths
+
+    numbers = _whole_numbers("--depths", text)
+    if len(numbers) != 2:
+        raise ProjectionError(f"--depths {text!r} is not two depths; write such as 4,8")
+    found = depths(config, ranks, *numbers, samples)
+    _say(config, ranks, samples)
+    for depth, seconds in zip(found.depths, found.step_s, strict=True):
+        print(f"{depth:>3} layers {1e3 * seconds:10.3f} ms a micro-batch (measured)")
+    print(f"one layer {1e3 * found.layer_s:9.3f} ms (modelled: their difference)")
+    print(
+        f"{found.num_layers:>3} layers {1e3 * found.whole_s:10.3f} ms a micro-batch "
+        "(modelled: no pipeline, no optimizer)"
+    )
+
+
+def _say(config: Config, ranks: Ranks, samples: int) -> None:
+    train = config.train
+    print(
+        f"{config.model.name} on {ranks.device}: {train.micro_batch_size} x {train.seq_len:,} "
+        f"tokens, {train.precision}, 1 rank's experts, {samples} samples each"
+    )
+
+
+def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise ProjectionError(f"{option} {text!r} is not whole numbers above 0, such as 4,8")
+    return tuple(map(int, parts))

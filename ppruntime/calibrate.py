@@ -1,0 +1,318 @@
+"""Times of a model's units on this machine: per kind of unit and AC mode F, I and W, and what else
+a step is made of. One unit is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ppruntime.build import build_stage
+from ppruntime.calibration import (
+    HeldBytes,
+    OpTimes,
+    PerStep,
+    TransferTimes,
+    UnitTimes,
+    median_and_p95,
+    unit_type,
+)
+from ppruntime.config import Config
+from ppruntime.data import open_data
+from ppruntime.memory import activation_bytes, state_bytes
+from ppruntime.models.carry import CROSSING, DIFFERENTIABLE, MicroBatch
+from ppruntime.models.dims import UnitSpec, unit_specs
+from ppruntime.optim import make_adamw
+from ppruntime.plan import StagePlan, cut
+from ppruntime.projector import ProjectionError
+from ppruntime.ranks import Ranks
+from ppruntime.stage import Stage
+from ppruntime.transports import open_transport
+from ppruntime.transports.base import Boundary, Channel, TensorSpec
+from ppruntime.wrap import hold_gradients
+
+_WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Depths:
+    """What two depths of a model say: a layer's marginal cost, and the whole model's step."""
+
+    depths: tuple[int, int]
+    step_s: tuple[float, float]
+    """One micro-batch forward and back through embedding, so many layers, and head: medians."""
+    layer_s: float
+    """(later - earlier) / (difference of depths)."""
+    whole_s: float
+    """Of all the model's layers: step_s[0] + (layers - depths[0]) x layer_s."""
+    num_layers: int
+    samples: int
+
+
+def unit_rows(
+    configs: Mapping[str, Config], ranks: Ranks, samples: int
+) -> Iterator[tuple[UnitTimes, HeldBytes]]:
+    """A row for each kind of unit and AC mode; `configs` are the run's, by mode.
+
+    The units run in model order on what the ones before gave, so that selections and keys are real
+    ones. Embedding and head, never recomputed, have a row for each mode too, as projections ask.
+    """
+    config = next(iter(configs.values()))
+    carry: dict[str, Tensor] = {}
+    batch = _batch(config, ranks.device)
+    seen: set[str] = set()
+    for spec in unit_specs(config.model.dims):
+        kind = unit_type(config.model.dims, spec)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        handed_on: dict[str, Tensor] = {}
+        for mode, config_of_mode in configs.items():
+            plan = _alone(spec)
+            stage = _stage(config_of_mode, plan, ranks)
+            inputs = tuple(carry[name] for name in plan.inputs)
+            if not handed_on:
+                outputs = stage.evaluate(0, inputs, batch)
+                handed_on = dict(zip(plan.outputs, outputs, strict=True))
+            times = _op_times(stage, inputs, batch, samples, ranks.device)
+            source = f"{spec.name} alone, {config.train.precision}, no transfer in flight"
+            row = UnitTimes(
+                unit=kind, ac_mode=mode, origin="measured", source=source, samples=samples, **times
+            )
+            kept = activation_bytes(config_of_mode, plan)
+            held = HeldBytes(
+                unit=kind,
+                ac_mode=mode,
+                num_bytes=kept,
+                origin="modelled",
+                source="what autograd keeps, by sizes",
+            )
+            yield row, held
+            del stage
+            _clean(ranks.device)
+        carry |= handed_on
+
+
+def optimizer_row(config: Config, ranks: Ranks, samples: int) -> PerStep:
+    """AdamW's step of the busiest stage: measured on one unit, scaled by the bytes of its state."""
+    dims = config.model.dims
+    plan = cut(
+        dims,
+        range(config.pp.num_stages),
+        config.pp.layers_per_stage,
+        seq_len=config.train.seq_len,
+    )
+    spec = next(s for s in unit_specs(dims) if s.layer is not None)
+    stage = _stage(config, _alone(spec), ranks)
+    params = dict(stage.units.named_parameters())
+    for param in params.values():
+        param.grad = torch.randn_like(param) * 1e-3
+    optim = config.optim
+    optimizer = make_adamw(
+        params, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+    )
+    seconds, _ = median_and_p95(timed(optimizer.step, samples, ranks.device))
+    here = state_bytes(config, _alone(spec)).optimizer
+    most = max(state_bytes(config, each).optimizer for each in plan)
+    return PerStep(
+        name="optimizer",
+        seconds=seconds * most / here,
+        origin="modelled",
+        source=f"AdamW on {spec.name}, {samples} samples, x bytes of the busiest stage's state "
+        f"({most:,}) over its own ({here:,})",
+        samples=samples,
+    )
+
+
+def transfer_rows(
+    config: Config, ranks: Ranks, sizes: Sequence[int], samples: int
+) -> list[TransferTimes]:
+    """One-way times between pp ranks 0 and 1, half a round trip; a collective of all ranks, which
+    need to be two pipeline ranks at least."""
+    rows = []
+    for num_bytes in sizes:
+        spec = TensorSpec("payload", (num_bytes,), torch.uint8)
+        ends = {"boundary": Boundary((spec,)), "slots": 1}
+        there = Channel(0, "forward", 0, 1, 0, 1, **ends)  # type: ignore[arg-type]
+        back = Channel(1, "backward", 1, 0, 1, 0, **ends)  # type: ignore[arg-type]
+        transport = open_transport(
+            config.pp.transport,
+            (there, back),
+            ranks.pp_rank,
+            device=ranks.device,
+            timeout_seconds=config.pp.timeout_seconds,
+            store=ranks.pipeline_store(),
+        )
+        payload = (torch.ones(num_bytes, dtype=torch.uint8, device=ranks.device),)
+        seconds = []
+        for _ in range(_WARM_UP + samples):
+            _synchronize(ranks.device)
+            start = time.perf_counter()
+            if ranks.pp_rank == 0:
+                transport.post(back, 0)
+                transport.send(there, 0, payload)
+                transport.take(back, 0)
+                transport.release(back, 0)
+            elif ranks.pp_rank == 1:
+                transport.post(there, 0)
+                received = transport.take(there, 0)
+                transport.send(back, 0, tuple(t.clone() for t in received))
+                transport.release(there, 0)
+            transport.step_end()
+            _synchronize(ranks.device)
+            seconds.append((time.perf_counter() - start) / 2)
+        transport.close()
+        median, p95 = median_and_p95(seconds[_WARM_UP:])
+        rows.append(
+            TransferTimes(
+                link=config.pp.transport,
+                num_bytes=num_bytes,
+                seconds=median,
+                p95_s=p95,
+                origin="measured",
+                source="half a round trip between pp ranks 0 and 1, no compute beside it",
+                samples=samples,
+            )
+        )
+    return rows
+
+
+def depths(config: Config, ranks: Ranks, shallow: int, deep: int, samples: int) -> Depths:
+    """A micro-batch through embedding, the model's first `shallow` or `deep` layers, and head."""
+    specs = unit_specs(config.model.dims)
+    num_layers = config.model.dims.num_layers
+    if not 0 < shallow < deep <= num_layers:
+        raise ProjectionError(
+            f"--depths {shallow},{deep}: give two depths of the model's {num_layers} layers, the "
+            "smaller first, such as 4,8"
+        )
+    medians = []
+    for depth in (shallow, deep):
+        units = (specs[0], *specs[1 : 1 + 2 * depth], specs[-1])
+        plan = StagePlan(index=0, rank=0, units=units, before=None, after=specs[-1])
+        stage = _stage(config, plan, ranks)
+        batch = _batch(config, ranks.device)
+
+        def step(stage: Stage = stage, batch: MicroBatch = batch) -> None:
+            _begin(stage, ranks.device)
+            stage.forward(0, (), batch)
+            stage.backward(0, ())
+
+        medians.append(median_and_p95(timed(step, samples, ranks.device))[0])
+        del stage, step
+        _clean(ranks.device)
+    layer_s = (medians[1] - medians[0]) / (deep - shallow)
+    return Depths(
+        depths=(shallow, deep),
+        step_s=(medians[0], medians[1]),
+        layer_s=layer_s,
+        whole_s=medians[0] + (num_layers - shallow) * layer_s,
+        num_layers=num_layers,
+        samples=samples,
+    )
+
+
+def timed(act: Callable[[], object], samples: int, device: torch.device) -> list[float]:
+    """Seconds of each call of `act`, after a few that do not count; on a device with all its
+    work."""
+    seconds = []
+    for _ in range(_WARM_UP + samples):
+        _synchronize(device)
+        start = time.perf_counter()
+        act()
+        _synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds[_WARM_UP:]
+
+
+def _op_times(
+    stage: Stage,
+    inputs: Sequence[Tensor],
+    batch: MicroBatch,
+    samples: int,
+    device: torch.device,
+) -> dict[str, float]:
+    """Median and 95th percentile of F, I and W; the three run in turn, as in a step."""
+    taken: dict[str, list[float]] = {"forward": [], "input_grad": [], "weight_grad": []}
+    stand_ins: tuple[Tensor, ...] | None = None
+    for _ in range(_WARM_UP + samples):
+        _begin(stage, device)
+        moments = [_now(device)]
+        outputs = stage.forward(0, inputs, batch)
+        moments.append(_now(device))
+        if stand_ins is None:
+            stand_ins = tuple(
+                torch.randn_like(output) * 1e-2
+                for name, output in zip(stage.outputs, outputs, strict=True)
+                if name in DIFFERENTIABLE
+            )
+        moments.append(_now(device))
+        stage.backward_input(0, stand_ins)
+        moments.append(_now(device))
+        stage.weight_grads(0)
+        moments.append(_now(device))
+        for name, a, b in (("forward", 0, 1), ("input_grad", 2, 3), ("weight_grad", 3, 4)):
+            taken[name].append(moments[b] - moments[a])
+    rows: dict[str, float] = {}
+    for name, seconds in taken.items():
+        rows[f"{name}_s"], rows[f"{name}_p95_s"] = median_and_p95(seconds[_WARM_UP:])
+    assert rows.keys() <= set(OpTimes.__struct_fields__), "names of a row"
+    return rows
+
+
+def _alone(spec: UnitSpec) -> StagePlan:
+    """A stage of one unit, which gets and hands on what the unit itself reads and writes."""
+    before = _with_alive(spec, spec.reads)
+    after = _with_alive(spec, spec.writes & frozenset(spec.live_after))
+    return StagePlan(
+        index=0, rank=0, units=(spec,), before=before if spec.reads else None, after=after
+    )
+
+
+def _with_alive(spec: UnitSpec, fields: frozenset[str]) -> UnitSpec:
+    """The unit with `fields` alive behind it."""
+    return replace(spec, live_after=tuple(name for name in CROSSING if name in fields))
+
+
+def _stage(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
+    stage = build_stage(config, plan, ranks)
+    if not any(bool(p.detach().any()) for p in stage.units.parameters()):
+        raise ProjectionError(
+            f"all weights of {plan.units[0].name} are zeros, on which kernels run too fast; "
+            "initialise them"
+        )
+    return stage
+
+
+def _begin(stage: Stage, device: torch.device) -> None:
+    one = torch.ones((), device=device)
+    stage.reset(loss_seed=one, balance_seed=one)
+    hold_gradients(list(stage.units))
+
+
+def _batch(config: Config, device: torch.device) -> MicroBatch:
+    batch = open_data(config).micro_batch(0, 0, 0)
+    masked = None if batch.masked is None else batch.masked.to(device)
+    ids, labels, positions = (t.to(device) for t in (batch.ids, batch.labels, batch.positions))
+    return MicroBatch(ids, labels, positions, masked)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _now(device: torch.device) -> float:
+    _synchronize(device)
+    return time.perf_counter()
+
+
+def _clean(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,160 @@
+"""Calibrations that runs make: what all of them say of themselves, merging, writing. No model."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import torch
+
+from ppruntime.calibration import (
+    LEAST_SAMPLES,
+    Calibration,
+    HeldBytes,
+    PerStep,
+    Row,
+    Slowdown,
+    StagePeak,
+    StageTimes,
+    TransferTimes,
+    UnitTimes,
+    read_calibration,
+)
+from ppruntime.config import Config
+from ppruntime.plan import cut
+from ppruntime.projector import ProjectionError
+
+
+def calibration_of(
+    config: Config,
+    *,
+    few_samples: bool,
+    transport: str,
+    stages: Sequence[StageTimes] = (),
+    units: Sequence[UnitTimes] = (),
+    transfers: Sequence[TransferTimes] = (),
+    per_step: Sequence[PerStep] = (),
+    slowdowns: Sequence[Slowdown] = (),
+    memory: Sequence[HeldBytes] = (),
+    peaks: Sequence[StagePeak] = (),
+) -> Calibration:
+    """A calibration of this run on this machine. Rows with fewer than 100 samples are refused
+    (ProjectionError), or with `few_samples` become assumed ones whose source says how many."""
+    refuse_profilers()
+
+    def checked(rows: Sequence[Row]) -> list[Row]:
+        return [_checked(row, few_samples=few_samples) for row in rows]
+
+    train = config.train
+    plan = cut(
+        config.model.dims,
+        range(config.pp.num_stages),
+        config.pp.layers_per_stage,
+        seq_len=train.seq_len,
+    )
+    on_cuda = torch.cuda.is_available()
+    return msgspec.convert(
+        {
+            "schema": 1,
+            "command": shlex.join(["ppruntime", *sys.argv[1:]]),
+            "device": torch.cuda.get_device_name() if on_cuda else platform.machine(),
+            "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "model": config.model.name,
+            "seq_len": train.seq_len,
+            "micro_batch_size": train.micro_batch_size,
+            "ep": config.parallel.ep,
+            "transport": transport,
+            "routing": "balanced" if train.force_balanced_routing else "by the router",
+            "seeds": (train.seed,),
+            "zero_weights": False,
+            "profiled": False,
+            "layers_per_stage": tuple(s.num_layers for s in plan) if stages else None,
+            "stages": checked(stages),
+            "units": checked(units),
+            "transfers": checked(transfers),
+            "per_step": checked(per_step),
+            "slowdowns": checked(slowdowns),
+            "memory": list(memory),
+            "peaks": list(peaks),
+        },
+        Calibration,
+        from_attributes=True,
+    )
+
+
+def refuse_profilers() -> None:
+    """Raises ProjectionError while something watches every call or kernel of this process."""
+    watching = [
+        name
+        for name, on in (
+            ("a Python profiler", sys.getprofile() is not None),
+            ("the torch profiler", torch.autograd.profiler._is_profiler_enabled),
+        )
+        if on
+    ]
+    if watching:
+        raise ProjectionError(f"{watching[0]} is on, which stretches every op; run without it")
+
+
+def merged(path: Path, new: Calibration) -> Calibration:
+    """`new` with the rows that the file at `path` has beside them; `new` alone if there is no file.
+
+    Rows of one thing are the new ones. Raises ProjectionError if the file is of another run.
+    """
+    if not path.exists():
+        return new
+    old = read_calibration(path)
+    for name in ("device", "model", "seq_len", "micro_batch_size", "ep", "transport", "routing"):
+        if getattr(old, name) != getattr(new, name):
+            raise ProjectionError(
+                f"{path} is of {name} {getattr(old, name)}, this run of {getattr(new, name)}; "
+                "write to another file"
+            )
+    cuts = {c.layers_per_stage for c in (old, new) if c.layers_per_stage is not None}
+    if len(cuts) > 1:
+        raise ProjectionError(f"{path} has stages of another cut; write to another file")
+    changes: dict[str, object] = {"layers_per_stage": cuts.pop() if cuts else None}
+    for group, keys in _KEYS.items():
+        rows = {tuple(getattr(row, k) for k in keys): row for row in getattr(old, group)}
+        rows |= {tuple(getattr(row, k) for k in keys): row for row in getattr(new, group)}
+        changes[group] = tuple(rows[key] for key in sorted(rows))
+    return msgspec.structs.replace(new, **changes)
+
+
+_KEYS = {
+    "stages": ("stage",),
+    "units": ("unit", "ac_mode"),
+    "transfers": ("link", "num_bytes"),
+    "per_step": ("name",),
+    "slowdowns": ("transport",),
+    "memory": ("unit", "ac_mode"),
+    "peaks": ("stage",),
+}
+"""What tells rows of a group apart."""
+
+
+def write_calibration(known: Calibration, path: Path) -> None:
+    """Writes the file, whole or not at all, and reads it again as a projection would."""
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=1) + b"\n")
+    read_calibration(beside)
+    beside.replace(path)
+
+
+def _checked(row: Row, *, few_samples: bool) -> Row:
+    if row.origin != "measured" or row.samples >= LEAST_SAMPLES:
+        return row
+    if not few_samples:
+        raise ProjectionError(
+            f"{row.samples} samples are too few for a median and a 95th percentile, "
+            f"{LEAST_SAMPLES} are needed; measure more, or keep them as assumed with --few-samples"
+        )
+    return msgspec.structs.replace(
+        row, origin="assumed", source=f"{row.source}; {row.samples} samples only"
+    )

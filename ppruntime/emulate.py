@@ -1,0 +1,376 @@
+"""Some stages of a deeper pipeline, run for real: executor, stages and transport are the true ones.
+
+What is not there is replayed (`emulate_transport`), with the true number of micro-batches in
+flight and the delays that the absent stages would take. What comes out are the present stages'
+times, in the steady part of the step, and what transfers between them took.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ppruntime.boundaries import expected_boundaries
+from ppruntime.build import build_stage, compute_dtype, warm_up_stage
+from ppruntime.calibration import StagePeak, StageTimes, TransferTimes, median_and_p95
+from ppruntime.channels import make_channels
+from ppruntime.clocks import CudaClock, HostClock, OpTimes
+from ppruntime.config import Config
+from ppruntime.data import Batches, open_data
+from ppruntime.emulate_transport import Blanks, ReplayTransport, drawn, split_channels
+from ppruntime.executor import Executor
+from ppruntime.messages import gather_bytes
+from ppruntime.models.carry import DIFFERENTIABLE, MicroBatch
+from ppruntime.order import Order, make_order
+from ppruntime.plan import StagePlan, cut
+from ppruntime.profiling import align_clocks
+from ppruntime.projector import ProjectionError
+from ppruntime.ranks import Ranks
+from ppruntime.schedules.absent import AbsentRanks
+from ppruntime.schedules.costs import Costs, Hops
+from ppruntime.schedules.counts import peak_in_flight
+from ppruntime.schedules.ops import parse_op
+from ppruntime.stage import Stage
+from ppruntime.transports import open_transport
+from ppruntime.transports.base import Boundary, Channel, Transport
+from ppruntime.wrap import hold_gradients, reduce_grads
+
+_WARM_UP_STEPS = 1
+
+Times: TypeAlias = list[OpTimes[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """What the present stages gave, on every rank alike."""
+
+    stages: tuple[StageTimes, ...]
+    transfers: tuple[TransferTimes, ...]
+    """Between present ranks, by bytes; empty where none was waited for."""
+    peaks: tuple[StagePeak, ...]
+    """Empty on a CPU."""
+    cycle_s: tuple[float, ...]
+    """Per present stage: seconds from one backward's end to the next, in the steady part."""
+    step_s: tuple[float, ...]
+    """The measured steps, over the slowest present rank, without the absent ranks' own end."""
+
+
+class Recorder:
+    """Replays that keep what leaves at an edge, and hand on what an earlier job kept there.
+
+    A file per edge and micro-batch in `folder`: `forward-7-0.pt` is what stage 7 handed on of
+    micro-batch 0. The first `keep` micro-batches are kept and repeat. Where there is no file the
+    tensors are drawn, see `emulate_transport.drawn`.
+    """
+
+    def __init__(self, folder: Path, keep: int, data_rank: int, device: torch.device) -> None:
+        self._folder, self._keep, self._device = folder, keep, device
+        self._suffix = f"-rank{data_rank}" if data_rank else ""
+        self._loaded: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._written: set[Path] = set()
+        self.num_replayed = 0
+        """Takes that got recorded tensors."""
+
+    def tensors(self, channel: Channel, micro_batch: int) -> tuple[Tensor, ...]:
+        key = (channel.id, micro_batch % self._keep)
+        if key not in self._loaded:
+            path = self._path(channel, key[1])
+            if path.is_file():
+                self._loaded[key] = self._read(path, channel)
+            else:
+                self._loaded[key] = drawn(channel.boundary, channel.id, self._device)
+        self.num_replayed += self._path(channel, key[1]).is_file()
+        return self._loaded[key]
+
+    def sent(self, channel: Channel, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        path = self._path(channel, micro_batch)
+        if micro_batch < self._keep and path not in self._written:
+            self._written.add(path)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            torch.save([tensor.detach().cpu() for tensor in tensors], path)
+
+    def _path(self, channel: Channel, micro_batch: int) -> Path:
+        return self._folder / f"{channel.kind}-{channel.src_stage}-{micro_batch}{self._suffix}.pt"
+
+    def _read(self, path: Path, channel: Channel) -> tuple[Tensor, ...]:
+        found = torch.load(path, weights_only=True)
+        here = [(tuple(t.shape), t.dtype) for t in found]
+        wanted = [(spec.shape, spec.dtype) for spec in channel.boundary.tensors]
+        if here != wanted:
+            raise ProjectionError(
+                f"{path} holds {here}, {channel} carries {wanted}; it is of another run, delete it "
+                "or name another folder"
+            )
+        return tuple(t.to(self._device) for t in found)
+
+
+def check_emulation(config: Config, present: range) -> tuple[Order, tuple[StagePlan, ...]]:
+    """The whole pipeline's order and cut. Raises ProjectionError for what cannot be emulated."""
+    order = make_order(config)
+    stage_to_rank = order.computations.stage_to_rank
+    if stage_to_rank != tuple(range(config.pp.size)):
+        raise ProjectionError(
+            f"pp.schedule={config.pp.schedule} has {config.pp.num_chunks} stages a rank; only "
+            "orders with one stage a rank can be emulated in part, such as 1f1b_w"
+        )
+    if not 0 <= present.start < present.stop <= config.pp.size:
+        raise ProjectionError(
+            f"stages {present.start} to {present.stop - 1} are not a part of pp.size "
+            f"{config.pp.size}; name stages of 0 to {config.pp.size - 1}"
+        )
+    held = max(peak_in_flight(order.computations)[r] for r in present)
+    if config.train.num_micro_batches < 3 * held:
+        raise ProjectionError(
+            f"{config.train.num_micro_batches} micro-batches leave no steady part of one pipe-full "
+            f"between two ends of {held}; set train.num_micro_batches to {3 * held} or more"
+        )
+    plan = cut(
+        config.model.dims,
+        stage_to_rank,
+        config.pp.layers_per_stage,
+        seq_len=config.train.seq_len,
+    )
+    return order, plan
+
+
+def emulate(
+    config: Config,
+    ranks: Ranks,
+    present: range,
+    *,
+    costs: Costs,
+    hop_s: float,
+    num_steps: int,
+    replays: Recorder | Blanks,
+) -> Emulation:
+    """Runs this rank's stage of `present`, `present.start + ranks.pp_rank`. A collective.
+
+    `costs` are the absent stages' seconds (the present stages' entries are not looked at), `hop_s`
+    what a transfer to or from them takes, one way.
+    """
+    order, plan = check_emulation(config, present)
+    device, train = ranks.device, config.train
+    rank = present.start + ranks.pp_rank
+    shape = {"batch": train.micro_batch_size, "seq_len": train.seq_len}
+    boundaries = expected_boundaries(config.model.dims, plan, dtype=compute_dtype(config), **shape)
+    stage = build_stage(config, plan[rank], ranks)
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        warm_up_stage(stage, boundaries[rank - 1] if rank else None, ranks, **shape)
+    channels = make_channels(boundaries, order.computations.stage_to_rank, order.slots)
+    inner_channels, edges = split_channels(channels, present, rank)
+    inner: Transport | None = None
+    if inner_channels:
+        inner = open_transport(
+            config.pp.transport,
+            list(inner_channels.values()),
+            ranks.pp_rank,
+            device=device,
+            timeout_seconds=config.pp.timeout_seconds,
+            store=ranks.pipeline_store(),
+        )
+    transport = ReplayTransport(inner, inner_channels, edges, rank, replays, device=device)
+    executor = Executor(
+        order.lowered,
+        rank,
+        {rank: stage},
+        channels,
+        transport,
+        clock=CudaClock() if on_cuda else HostClock(),
+    )
+    data = open_data(config)
+    all_times: list[list[Times]] = []
+    step_s: list[float] = []
+    for step in range(_WARM_UP_STEPS + num_steps):
+        batches = [_on(device, data, ranks.data_rank, m) for m in range(train.num_micro_batches)]
+        _reset(stage, device)
+        _settle(ranks)
+        if step == _WARM_UP_STEPS and on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        transport.begin(
+            AbsentRanks(order.computations, costs, Hops.both(hop_s), present, start=start)
+        )
+        executor.run(batches)
+        if on_cuda:
+            torch.cuda.synchronize()
+        took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        times = executor.op_times()
+        reduce_grads(list(stage.units), ranks.data_group)
+        stage.units.zero_grad(set_to_none=True)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        if step >= _WARM_UP_STEPS:
+            step_s.append(float(took))
+            all_times.append(_gather(times, ranks))
+    peaks = _peaks(ranks, rank) if on_cuda else ()
+    transport.close()
+    return _emulation(config, order, present, boundaries, all_times, peaks, step_s)
+
+
+def _reset(stage: Stage, device: torch.device) -> None:
+    one = torch.ones((), device=device)
+    stage.reset(loss_seed=one, balance_seed=one)
+    hold_gradients(list(stage.units))
+
+
+def _settle(ranks: Ranks) -> None:
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def _on(device: torch.device, data: Batches, data_rank: int, m: int) -> MicroBatch:
+    batch = data.micro_batch(0, m, data_rank)
+    masked = None if batch.masked is None else batch.masked.to(device)
+    ids, labels, positions = (t.to(device) for t in (batch.ids, batch.labels, batch.positions))
+    return MicroBatch(ids, labels, positions, masked)
+
+
+def _gather(times: Times, ranks: Ranks) -> list[Times]:
+    """All present ranks' op times, on the first one's clock, by rank."""
+    offset = align_clocks(ranks.pipeline_group).ns
+    mine = [OpTimes(t.op, t.start - offset, t.ready - offset, t.end - offset) for t in times]
+    parts = gather_bytes(msgspec.json.encode(mine), ranks.pipeline_group)
+    return [msgspec.json.decode(part, type=list[OpTimes[int]]) for part in parts]
+
+
+def _peaks(ranks: Ranks, stage: int) -> tuple[StagePeak, ...]:
+    mine = StagePeak(
+        stage=stage,
+        allocated_bytes=torch.cuda.max_memory_allocated(),
+        reserved_bytes=torch.cuda.max_memory_reserved(),
+        origin="measured",
+        source="torch.cuda, over the measured steps",
+    )
+    parts = gather_bytes(msgspec.json.encode(mine), ranks.pipeline_group)
+    return tuple(msgspec.json.decode(part, type=StagePeak) for part in parts)
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _emulation(
+    config: Config,
+    order: Order,
+    present: range,
+    boundaries: Sequence[Boundary],
+    all_times: Sequence[Sequence[Times]],
+    peaks: tuple[StagePeak, ...],
+    step_s: Sequence[float],
+) -> Emulation:
+    in_flight = peak_in_flight(order.computations)
+    count = config.train.num_micro_batches
+    transport = config.pp.transport
+    what = f"emulated stages {present.start}-{present.stop - 1} of {config.pp.size} on {transport}"
+    stages, cycles = [], []
+    for place, stage in enumerate(present):
+        held = in_flight[stage]
+        steps = [times[place] for times in all_times]
+        stages.append(stage_times(stage, steps, range(held, count - held), what))
+        cycles.append(_cycle(steps, range(held, count - held)))
+    return Emulation(
+        stages=tuple(stages),
+        transfers=_transfers(present, boundaries, all_times, transport, what),
+        peaks=peaks,
+        cycle_s=tuple(cycles),
+        step_s=tuple(step_s),
+    )
+
+
+def stage_times(stage: int, steps: Sequence[Times], window: range, source: str) -> StageTimes:
+    """A stage's row from its op times, those of the micro-batches in `window`. A whole backward
+    counts half as I and half as W, which the source says."""
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    for times in steps:
+        for t in times:
+            op = parse_op(t.op)
+            if op.stage == stage and op.micro_batch in window and op.kind.value in "FBIW":
+                seconds[op.kind.value].append((t.end - t.ready) / 1e9)
+    forward = median_and_p95(seconds["F"])
+    if seconds["I"]:
+        input_grad = median_and_p95(seconds["I"])
+        weight_grad = median_and_p95(seconds["W"]) if seconds["W"] else (0.0, 0.0)
+    else:
+        whole = median_and_p95(seconds["B"])
+        input_grad = weight_grad = (whole[0] / 2, whole[1] / 2)
+        source += "; whole backwards, half counted as input and half as weight gradient"
+    samples = min(len(found) for found in seconds.values())
+    return StageTimes(
+        stage=stage,
+        forward_s=forward[0],
+        input_grad_s=input_grad[0],
+        weight_grad_s=weight_grad[0],
+        forward_p95_s=forward[1],
+        input_grad_p95_s=input_grad[1],
+        weight_grad_p95_s=weight_grad[1],
+        origin="measured",
+        source=source,
+        samples=samples,
+    )
+
+
+def _cycle(steps: Sequence[Times], window: range) -> float:
+    """Mean seconds between the ends of two micro-batches' backwards in the window."""
+    spans = []
+    for times in steps:
+        ends = [
+            t.end
+            for t in times
+            if (op := parse_op(t.op)).kind.value in "BI" and op.micro_batch in window
+        ]
+        spans.append((max(ends) - min(ends)) / 1e9 / max(1, len(ends) - 1))
+    return sum(spans) / len(spans)
+
+
+def _transfers(
+    present: range,
+    boundaries: Sequence[Boundary],
+    all_times: Sequence[Sequence[Times]],
+    transport: str,
+    source: str,
+) -> tuple[TransferTimes, ...]:
+    """What the receiver waited for: from the send's start to the moment at which it was there."""
+    by_bytes: defaultdict[int, list[float]] = defaultdict(list)
+    for times in all_times:
+        sent = {t.op: t.start for row in times for t in row}
+        for row in times:
+            for t in row:
+                op = parse_op(t.op)
+                forward = op.kind.value == "F"
+                if op.kind.value not in "FBI":
+                    continue
+                source_stage = op.stage - 1 if forward else op.stage + 1
+                name = f"{source_stage}{'SEND_F' if forward else 'SEND_B'}{op.micro_batch}"
+                moment = sent.get(name)
+                if moment is None or t.start >= moment or source_stage not in present:
+                    continue
+                channel_bytes = _bytes(boundaries[min(op.stage, source_stage)], forward)
+                by_bytes[channel_bytes].append((t.ready - moment) / 1e9)
+    rows = []
+    for num_bytes, seconds in sorted(by_bytes.items()):
+        median, p95 = median_and_p95(seconds)
+        rows.append(
+            TransferTimes(
+                link=transport,
+                num_bytes=num_bytes,
+                seconds=median,
+                p95_s=p95,
+                origin="measured",
+                source=f"{source}, those that were waited for",
+                samples=len(seconds),
+            )
+        )
+    return tuple(rows)
+
+
+def _bytes(boundary: Boundary, forward: bool) -> int:
+    return sum(t.num_bytes for t in boundary.tensors if forward or t.name in DIFFERENTIABLE)
