@@ -56,6 +56,11 @@ app.command(
     name="emulate",
     help="Run some stages of a deeper pipeline for real and write what they take.",
 )
+app.command(
+    "ppruntime.launch.validate_cli:validate",
+    name="validate",
+    help="Hold predictions, written first, against what runs then take.",
+)
 
 Argument: TypeAlias = Annotated[
     str, Parameter(help="TOML files, later ones on top, and section.key=value texts.")

@@ -28,7 +28,7 @@ from ppruntime.schedules.passes import add_frees, add_transfers
 from ppruntime.transports import open_transport
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, Transport
 
-_PAYLOAD = Boundary((TensorSpec("streams", (1,), torch.float64),))
+PAYLOAD = Boundary((TensorSpec("streams", (1,), torch.float64),))
 """The time of the send, in seconds, where a latency is injected. One small tensor, so that packing
 takes next to nothing."""
 
@@ -126,7 +126,7 @@ class SleepRig:
         rank = dist.get_rank(group)
         slots = slots_held(schedule)
         lowered = add_frees(add_transfers(schedule, slots=slots))
-        boundaries = [_PAYLOAD] * (schedule.num_stages - 1)
+        boundaries = [PAYLOAD] * (schedule.num_stages - 1)
         channels = make_channels(boundaries, schedule.stage_to_rank, slots)
         inner = open_transport(
             "auto", channels, rank, device=torch.device("cpu"), timeout_seconds=60, store=store
