@@ -191,7 +191,11 @@ class Optim(Section, frozen=True):
     """`[optim]`: the optimizer and its learning rate: linear warm-up, then a cosine to min_lr."""
 
     type: Literal["adamw", "sign_sgd", "muon"] = "adamw"
-    """Update rule. Changes numerics."""
+    """Update rule. sign_sgd moves every weight by lr against its gradient's sign and keeps no
+    state. Changes numerics."""
+    apply_in_backward: bool = False
+    """sign_sgd: update a stage's weights as soon as its backwards are through and their gradients
+    reduced, unit by unit, and free these. Bitwise."""
     lr: Positive = 3e-4
     """Highest learning rate. Changes numerics."""
     min_lr: NotNegative = 0.0

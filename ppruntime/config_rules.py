@@ -20,6 +20,7 @@ from ppruntime.config_keys import (
     V_SCHEDULES,
     Config,
     Data,
+    Optim,
     Pipeline,
     Section,
     Train,
@@ -48,7 +49,7 @@ class _NotBuilt:
 _NOT_BUILT = (
     _NotBuilt("pp.gemm_sms", (None,), "leave it out"),
     _NotBuilt("pp.offload_masters", (False,), "leave it out"),
-    _NotBuilt("optim.type", ("adamw",), 'use "adamw"'),
+    _NotBuilt("optim.type", ("adamw", "sign_sgd"), 'use "adamw" or "sign_sgd"'),
     _NotBuilt("ac.mode", ("none", "full"), 'use "none" or "full"'),
     _NotBuilt("ac.layer_modes", (None,), "leave it out; ac.mode holds for every layer"),
     _NotBuilt("ac.recompute_engram", (False,), 'leave it out; ac.mode = "full" recomputes it too'),
@@ -294,6 +295,44 @@ def _evaluation(config: Config) -> Iterator[Broken]:
         )
 
 
+def _sign_sgd(config: Config) -> Iterator[Broken]:
+    optim = config.optim
+    if optim.type != "sign_sgd":
+        if optim.apply_in_backward:
+            yield (
+                "optim.apply_in_backward",
+                f"optim.apply_in_backward = true does not work with optim.type ="
+                f' {show(optim.type)}, only with "sign_sgd", whose updates need no other gradient;'
+                " leave it out",
+            )
+        return
+    for name in ("betas", "eps", "clip_norm"):
+        value = getattr(optim, name)
+        if name == "clip_norm" and optim.apply_in_backward:
+            continue
+        if value != getattr(Optim(), name):
+            yield (
+                f"optim.{name}",
+                f'optim.{name} = {show(value)} has no effect on optim.type = "sign_sgd", which'
+                " reads nothing but signs; leave it out",
+            )
+    if not optim.apply_in_backward:
+        return
+    if optim.clip_norm is not None:
+        yield (
+            "optim.clip_norm",
+            f"optim.clip_norm = {show(optim.clip_norm)} needs all gradients before the first"
+            " update, and optim.apply_in_backward = true frees them one by one; leave one of them"
+            " out",
+        )
+    if config.fault.nonfinite != "stop":
+        yield (
+            "fault.nonfinite",
+            f"fault.nonfinite = {show(config.fault.nonfinite)} needs all gradients before the first"
+            ' update, and optim.apply_in_backward = true frees them one by one; use "stop"',
+        )
+
+
 def _learning_rate(config: Config) -> Iterator[Broken]:
     optim = config.optim
     if optim.min_lr > optim.lr:
@@ -365,6 +404,7 @@ _RULES: tuple[Rule, ...] = (
     _data_path,
     _made_up_data,
     _evaluation,
+    _sign_sgd,
     _learning_rate,
     _learning_rate_warmup,
     _routing,

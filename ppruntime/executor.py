@@ -98,15 +98,26 @@ class Executor:
         self._outbox: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._times: list[OpTimes[Any]] = []
         self._ready = clock()
-        self._program = tuple((str(op), self._bind(op)) for op in schedule.ops(rank))
+        self._stage_done: Callable[[int], None] | None = None
+        last = {op.stage: op for op in schedule.ops(rank)}
+        self._program = tuple(
+            (str(op), self._with_end(op) if op is last[op.stage] else self._bind(op))
+            for op in schedule.ops(rank)
+        )
 
-    def run(self, batches: Sequence[MicroBatch]) -> None:
-        """Runs the order over `batches`, one entry per micro-batch.
+    def run(
+        self,
+        batches: Sequence[MicroBatch],
+        *,
+        stage_done: Callable[[int], None] | None = None,
+    ) -> None:
+        """Runs the order over `batches`, one entry per micro-batch. `stage_done` is called with
+        each stage behind its last op.
 
         Losses and gradients are left in the stages, the ops' times in `op_times`. An error ends the
         transport for all ranks and carries the op it happened in.
         """
-        self._batches = batches
+        self._batches, self._stage_done = batches, stage_done
         self._times = times = []
         clock = self._clock
         clock.start_step()
@@ -163,6 +174,16 @@ class Executor:
                 return partial(self._offload_for(op).offloaded, (op.stage, m))
             case Kind.RELOAD:
                 return partial(self._offload_for(op).reload, (op.stage, m))
+
+    def _with_end(self, op: Op) -> Callable[[], None]:
+        act = self._bind(op)
+
+        def then_done() -> None:
+            act()
+            if self._stage_done is not None:
+                self._stage_done(op.stage)
+
+        return then_done
 
     def _offload_for(self, op: Op) -> ActivationOffload:
         if self._offload is None:

@@ -34,7 +34,8 @@ class StateBytes:
     gradients: int
     """fp32 sums over the step's micro-batches."""
     optimizer: int
-    """AdamW's two moments, and fp32 masters where the weights are not the masters themselves."""
+    """AdamW's two moments (SignSGD has none), and fp32 masters where the weights are not the
+    masters themselves."""
 
 
 def state_bytes(config: Config, stage: StagePlan) -> StateBytes:
@@ -46,6 +47,7 @@ def state_bytes(config: Config, stage: StagePlan) -> StateBytes:
     dims = config.model.dims
     wide = config.train.precision == "fp32"
     sharded = not wide or config.parallel.num_data_ranks > 1
+    moments = _MOMENTS if config.optim.type == "adamw" else 0
     weights = gradients = optimizer = 0
     for spec in stage.units:
         for parameter in unit_parameters(dims, spec):
@@ -55,7 +57,7 @@ def state_bytes(config: Config, stage: StagePlan) -> StateBytes:
             weights += here * (_FP32 if wide or parameter.fp32 else _BF16)
             if not parameter.frozen:
                 gradients += here * _FP32
-                optimizer += (here if whole else shard) * _FP32 * _MOMENTS
+                optimizer += (here if whole else shard) * _FP32 * moments
             if not whole:
                 optimizer += shard * _FP32
     return StateBytes(weights, gradients, optimizer)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ppruntime.apply_in_backward import ApplyInBackward
 from ppruntime.build import Pipeline
 from ppruntime.config import Config
 from ppruntime.data import Batches
@@ -17,12 +18,14 @@ from ppruntime.models.carry import MicroBatch
 from ppruntime.models.dims import UnitKind
 from ppruntime.models.router import Router, updated_bias
 from ppruntime.optim import clip_, global_norm, lr_at, make_adamw, set_lr, state_tensors
+from ppruntime.optim.sign_sgd import SignSGD, make_sign_sgd
 from ppruntime.ranks import Ranks
 from ppruntime.wrap import hold_gradients, reduce_grads
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss or gradient norm is not a finite number. The weights are those of the step before."""
+    """A loss or gradient norm is not a finite number. The weights are those of the step before,
+    unless they are updated in the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +51,19 @@ class Trainer:
         self._config = config
         self._ranks = ranks
         optim = config.optim
-        self._optimizer = make_adamw(
-            pipeline.params,
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-        )
+        self._optimizer: torch.optim.Optimizer
+        if optim.type == "sign_sgd":
+            self._optimizer = make_sign_sgd(
+                pipeline.params, lr=optim.lr, weight_decay=optim.weight_decay
+            )
+        else:
+            self._optimizer = make_adamw(
+                pipeline.params,
+                lr=optim.lr,
+                betas=optim.betas,
+                eps=optim.eps,
+                weight_decay=optim.weight_decay,
+            )
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All tensors of this rank that a checkpoint holds, by full name: weights, buffers such as
@@ -72,13 +81,19 @@ class Trainer:
         # Gradients are averaged over the data ranks; a loss is a sum over all of them.
         self._reset_stages(loss_seed=self._ranks.layout.num_data_ranks / num_valid)
         hold_gradients(units)
-        pipeline.training.run(self._batches(index, data))
+        applied = None
+        if self._config.optim.apply_in_backward:
+            assert isinstance(self._optimizer, SignSGD), "config_rules lets no other through"
+            set_lr(self._optimizer, self._lr(index))
+            applied = ApplyInBackward(pipeline, self._optimizer, self._ranks.data_group)
+        pipeline.training.run(self._batches(index, data), stage_done=applied)
         reduce_grads(units, self._ranks.data_group)
         loss, balance_loss = self._mean_losses(num_valid)
         norm = global_norm(
             pipeline.params,
             pipeline.param_order,
             pp_group=self._ranks.pipeline_group,
+            freed=applied.squares if applied else None,
             device=self._ranks.device,
         )
         lr = self._update(index, loss, norm)
@@ -146,23 +161,29 @@ class Trainer:
         optim, params = self._config.optim, self.pipeline.params
         for what, value in (("loss", loss), ("gradient norm", float(norm))):
             if not math.isfinite(value):
+                weights = f"the weights are still those of step {index}"
+                if optim.apply_in_backward:
+                    weights = "the weights have moved in the backward already, save nothing"
                 raise NonFiniteError(
-                    f"step {index + 1}: the {what} is {value}; the weights are still those of step"
-                    f" {index}, a lower optim.lr may help"
+                    f"step {index + 1}: the {what} is {value}; {weights}, a lower optim.lr may help"
                 )
         if optim.clip_norm is not None:
             clip_(params.values(), optim.clip_norm, norm)
-        lr = lr_at(
+        lr = self._lr(index)
+        set_lr(self._optimizer, lr)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return lr
+
+    def _lr(self, index: int) -> float:
+        optim = self._config.optim
+        return lr_at(
             index + 1,
             peak=optim.lr,
             final=optim.min_lr,
             num_warmup_steps=optim.warmup_steps,
             num_steps=self._config.train.steps,
         )
-        set_lr(self._optimizer, lr)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return lr
 
     def _settle_routing(self) -> float:
         """Moves the routing biases against the step's loads, if wanted; gives the worst load."""

@@ -15,6 +15,7 @@ def global_norm(
     order: Sequence[str],
     *,
     pp_group: dist.ProcessGroup | None,
+    freed: Mapping[str, Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """The 2-norm over all gradients of the model: an fp32 scalar on `device`, equal on every rank.
@@ -22,6 +23,8 @@ def global_norm(
     `params` are this rank's parameters; `order` names the parameters of the whole model, each held
     by one pipeline rank, the same list on every rank. A gradient that is None counts as zero.
     None as `pp_group`: this rank holds all of the model.
+
+    `freed`: the `local_square` of gradients that are no more.
 
     One fp64 sum of squares per parameter goes into a vector over `order`, which the ranks add up;
     all other ranks contribute exact zeros, so neither the vector nor its sum depends on the cut.
@@ -35,13 +38,16 @@ def global_norm(
     squares = torch.zeros(len(order), dtype=torch.float64, device=device)
     sharded: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for name, param in params.items():
-        if param.grad is None:
+        is_freed = freed is not None and name in freed
+        if param.grad is None and not is_freed:
             continue
-        local = param.grad
-        if isinstance(param.grad, DTensor):
-            sharded.setdefault(_shard_groups(name, param.grad), []).append(index[name])
-            local = param.grad.to_local()
-        squares[index[name]] = torch.linalg.vector_norm(local, dtype=torch.float64).square()
+        whole = param if param.grad is None else param.grad
+        if isinstance(whole, DTensor):
+            sharded.setdefault(_shard_groups(name, whole), []).append(index[name])
+        if freed is not None and name in freed:
+            squares[index[name]] = freed[name]
+        elif param.grad is not None:
+            squares[index[name]] = local_square(param.grad)
     for groups, positions in sharded.items():
         part = squares[positions]
         for group in groups:
@@ -50,6 +56,13 @@ def global_norm(
     if pp_group is not None:
         dist.all_reduce(squares, group=pp_group)
     return squares.sum().sqrt().float()
+
+
+def local_square(grad: Tensor) -> Tensor:
+    """The sum of squares of this rank's part of a gradient: an fp64 scalar."""
+    local = grad.to_local() if isinstance(grad, DTensor) else grad
+    norm: Tensor = torch.linalg.vector_norm(local, dtype=torch.float64)
+    return norm.square()
 
 
 def clip_(params: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:

@@ -272,6 +272,26 @@ RULES = [
         "use a smaller one",
     ),
     (
+        "optim.apply_in_backward=true",
+        'optim.apply_in_backward = true does not work with optim.type = "adamw", only with '
+        '"sign_sgd", whose updates need no other gradient; leave it out',
+    ),
+    (
+        "optim.type=sign_sgd optim.clip_norm=default optim.betas=[0.9,0.9]",
+        'optim.betas = [0.9, 0.9] has no effect on optim.type = "sign_sgd", which reads nothing '
+        "but signs; leave it out",
+    ),
+    (
+        "optim.type=sign_sgd optim.clip_norm=1.5",
+        'optim.clip_norm = 1.5 has no effect on optim.type = "sign_sgd", which reads nothing but '
+        "signs; leave it out",
+    ),
+    (
+        "optim.type=sign_sgd optim.apply_in_backward=true optim.clip_norm=1.5",
+        "optim.clip_norm = 1.5 needs all gradients before the first update, and "
+        "optim.apply_in_backward = true frees them one by one; leave one of them out",
+    ),
+    (
         "parallel.ep=3",
         "parallel.ep = 3 does not divide the model's 8 experts; use a divisor of 8",
     ),
@@ -353,7 +373,7 @@ def _split(overrides):
 UNBUILT = [
     ("pp.gemm_sms=120", "120", "leave it out"),
     ("pp.offload_masters=true", "true", "leave it out"),
-    ("optim.type=muon", '"muon"', 'use "adamw"'),
+    ("optim.type=muon", '"muon"', 'use "adamw" or "sign_sgd"'),
     ("ac.mode=matmul", '"matmul"', 'use "none" or "full"'),
     (
         'ac.layer_modes={"0" = "full"}',

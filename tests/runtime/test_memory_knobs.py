@@ -12,15 +12,17 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 OFFLOAD = ("pp.activation_offload=true",)
 PACED = (*OFFLOAD, "pp.offload_paced=true")
 RECOMPUTED = ("ac.mode=full",)
+SIGNS = ("optim.type=sign_sgd", "optim.clip_norm=default", "optim.lr=1e-3")
+IN_BACKWARD = ("optim.apply_in_backward=true",)
 # Orders under which rank 0 of two has enough in flight for something to move.
 ORDERS = {
     "1f1b": ("pp.schedule=async_1f1b", "pp.warmup_step=[3, 1]"),
     "1f1b_w": ("pp.schedule=1f1b_w", "pp.warmup_step=[3, 1]"),
-    "dualpipe_v": ("pp.schedule=dualpipe_v",),
+    "DualPipeV": ("pp.schedule=dualpipe_v",),
 }
 KNOBS = {
     "offload": OFFLOAD,
-    "offload every second, paced": (*PACED, "pp.offload_every=2"),
+    "offload every second": (*PACED, "pp.offload_every=2"),
     "offload and recompute": (*PACED, *RECOMPUTED),
 }
 
@@ -65,10 +67,16 @@ def test_knobs_alone_and_in_pairs_have_the_bits_of_a_run_without(run_ranks):
         for order in ORDERS
         for knob, overrides in KNOBS.items()
     }
+    # Signs alone, and with everything that goes with them: the second has the bits of the first.
+    cases["sign"] = (*SIGNS, *ORDERS["1f1b"])
+    cases["sign, in backward"] = (*SIGNS, *IN_BACKWARD, *ORDERS["1f1b_w"], *PACED)
+    cases["sign, in backward, V"] = (*SIGNS, *IN_BACKWARD, *ORDERS["DualPipeV"])
     for rank, found in enumerate(run_ranks(2, a_step_of_each, cases, timeout_seconds=300)):
+        assert found["sign"][1] != found[""][1]
         for name, (told, weights, host_bytes) in found.items():
-            assert told == found[""][0], (rank, name)
-            if name.startswith("1f1b"):  # the same units on each rank
-                assert weights == found[""][1], (rank, name)
+            alone = found["sign" if name.startswith("sign") else ""]
+            assert told == alone[0], (rank, name)
+            if "V" not in name:  # which places units otherwise
+                assert weights == alone[1], (rank, name)
             if rank == 0 and "offload" in name and "recompute" not in name:
                 assert host_bytes > 0, name
