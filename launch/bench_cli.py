@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 
 app = App(
     name="bench",
-    help="Measure: orders, transports, layers, experts.",
+    help="Measure: orders, transports, pipelines, layers, experts.",
     default_parameter=Parameter(negative=""),
 )
 
@@ -79,6 +79,12 @@ def schedules(
 def transports(*arguments: Rest) -> int:
     """Moves boundaries between two GPUs by every transport."""
     return _module("bench_transports", arguments)
+
+
+@app.command(help_flags=[])
+def pipeline(*arguments: Rest) -> int:
+    """Runs pipeline steps: orders and transports against the timeline, nccl and torch's runtime."""
+    return _module("bench_pipeline", arguments)
 
 
 @app.command(help_flags=[])

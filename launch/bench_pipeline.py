@@ -1,24 +1,31 @@
-"""Bench of whole pipeline steps on GPUs, without an optimizer: orders and transports on one model.
+"""Bench of whole pipeline steps, without an optimizer: `ppruntime bench pipeline --out FILE`.
 
-    torchrun --nproc-per-node 2 -m ppruntime.launch.bench_pipeline RUN.toml [KEY=VALUE] --out FILE
+Orders x transports on one model, in one run. A case's record has the step and its cycle (the time
+of one micro-batch in the middle of the step), what the timeline makes of the run's own op times,
+where each rank's time went, and digests of losses and gradients, which no transport may change.
+The case `none` moves nothing: what a cycle takes beyond its is what transfers cost, hidden or not.
+`torch` is torch.distributed.pipelining on the same stages.
 
-The stages are built once per placement. Each case (order x transport) then runs `--steps` steps;
-the record has the step time, the busiest rank's compute, what the timeline predicts from the run's
-own op times, and a digest of all gradients, which has to be the same in every case.
+Starts a process per rank itself; under torchrun it is one of them. The record is written after
+every case, so a limit loses nothing. Without GPUs it runs over gloo, which tests use.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import hashlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,218 +35,474 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # see `boundaries.warm_up
 import torch
 import torch.distributed as dist
 
-from ppruntime.boundaries import expected_boundaries
-from ppruntime.build import build_stage, compute_dtype, warm_up_stage
-from ppruntime.channels import make_channels
-from ppruntime.clocks import CudaClock, HostClock
+from ppruntime.build import build_stage, warm_up_stage
 from ppruntime.config import Config, load
+from ppruntime.connect import Outline, connect, make_executor, make_outline
 from ppruntime.data import open_data
-from ppruntime.executor import Executor
+from ppruntime.launch.pipeline_bars import bars, cycle_seconds, line
+from ppruntime.launch.stand_ins import (
+    Contents,
+    HollowTransport,
+    ObservedTransport,
+    PacedTransport,
+    Pacer,
+    hollow_channels,
+)
+from ppruntime.launch.torch_pipeline import TorchPipeline
 from ppruntime.messages import gather_bytes
 from ppruntime.models.carry import MicroBatch
-from ppruntime.order import make_order
-from ppruntime.plan import cut
-from ppruntime.profiling import align_clocks, gather_step, planned_step, split_times
+from ppruntime.profiling import (
+    MeasuredStep,
+    align_clocks,
+    gather_step,
+    measured_hops,
+    planned_step,
+    split_times,
+)
 from ppruntime.ranks import Layout, Ranks, join, leave
+from ppruntime.sleep_rig import start_together
 from ppruntime.stage import Stage
 from ppruntime.transports import open_transport
-from ppruntime.transports.base import TransportError
+from ppruntime.transports.base import Transport, TransportError
 from ppruntime.wrap import hold_gradients, reduce_grads
 
-_WARM_UP_STEPS = 2
+_WARM_UP_STEPS = 1
+_TORCH_ORDERS = ("1f1b", "dualpipe_v")
+_GRACE_SECONDS = 60.0  # of a case that was begun in time
+_DIGEST_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How boundaries move in a case. `name` is what the record calls it."""
+
+    name: str
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    hold_seconds: float = 0.0
+    """Every message starts so much later."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs every case on this rank; rank 0 prints a line each and writes the record."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--orders", default="1f1b,async_1f1b,1f1b_w")
-    parser.add_argument("--transports", default="nccl,copy_engine,put")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--nccl-library")
-    args = parser.parse_args(arguments)
-    base = load([args.config], args.overrides)
-    ranks = join(
-        Layout(base.pp.size, 1, 1), use_cuda=torch.cuda.is_available(), timeout_seconds=300
-    )
-    records: list[dict[str, Any]] = []
-    stages: dict[int, Stage] = {}
-    for order in args.orders.split(","):
-        config = load([args.config], [*args.overrides, f"pp.schedule={order}"])
-        schedule = make_order(config).computations
-        if sorted(stages) != list(schedule.stages_of(ranks.pp_rank)):
-            stages.clear()
-            gc.collect()
-            stages = _build(config, ranks)
-        for kind in args.transports.split(","):
-            library = {"nccl_library": args.nccl_library} if kind == "put" else {}
-            options = {name: value for name, value in library.items() if value}
-            records.append(_case(config, ranks, stages, kind, options, args.steps))
-            if ranks.rank == 0:
-                print(_line(records[-1]), flush=True)
-    if ranks.rank == 0:
-        _write(args.out, base, records)
+    """Starts the ranks, or is one. Rank 0 prints a line a case and writes the record."""
+    args = _parsed(arguments)
+    config = load([args.config], [*args.overrides, f"pp.schedule={args.orders.split(',')[0]}"])
+    if "WORLD_SIZE" not in os.environ:
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(config.pp.size), "-m", __spec__.name, *given]
+        return subprocess.call(command)
+    faulthandler.dump_traceback_later(args.limit_seconds + _GRACE_SECONDS, exit=True)
+    use_cuda = torch.cuda.is_available() and config.run.device != "cpu"
+    ranks = join(Layout(config.pp.size, 1, 1), use_cuda=use_cuda, timeout_seconds=300)
+    try:
+        _Bench(args, config, ranks).run()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     leave()
     return 0
 
 
-def _build(config: Config, ranks: Ranks) -> dict[int, Stage]:
-    stage_to_rank = make_order(config).computations.stage_to_rank
-    plan = cut(
-        config.model.dims, stage_to_rank, config.pp.layers_per_stage, seq_len=config.train.seq_len
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="ppruntime bench pipeline", description=(__doc__ or "").partition("\n")[0]
     )
-    shape = {"batch": config.train.micro_batch_size, "seq_len": config.train.seq_len}
-    boundaries = expected_boundaries(config.model.dims, plan, dtype=compute_dtype(config), **shape)
+    add = parser.add_argument
+    add("config", nargs="?", default=str(Path(__file__).parent / "configs" / "v41-proxy-8.toml"))
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the run file to change")
+    add("--out", required=True, type=Path, help="JSON file to write")
+    add("--orders", default="1f1b,async_1f1b,1f1b_w,dualpipe_v")
+    add("--transports", default="copy_engine,put,nccl", help="kinds; the case none always runs too")
+    add("--micro-batches", default="16", help="of every order")
+    add("--more-micro-batches", default="8,32", help="of the first order too")
+    add("--steps", type=int, default=3, help="measured per case")
+    add("--limit-seconds", type=float, default=360.0, help="no case is begun after this")
+    add("--no-torch", action="store_true", help="leave torch.distributed.pipelining out")
+    add("--nccl-library", help="a libnccl.so.2 of 2.30 or newer, for put")
+    add("--stand-in", action="store_true", help="transfers as slow as over InfiniBand instead")
+    add("--slow-ms", type=float, default=6.5, help="how long one transfer of the stand-in takes")
+    args = parser.parse_args(arguments)
+    if "=" in args.config:  # no run file, only overrides
+        args.overrides.insert(0, args.config)
+        args.config = parser.get_default("config")
+    return args
+
+
+class _Bench:
+    """One rank of the bench. All do the same calls in the same order."""
+
+    def __init__(self, args: argparse.Namespace, config: Config, ranks: Ranks) -> None:
+        self.args, self.config, self.ranks = args, config, ranks
+        self.start = time.monotonic()
+        self.records: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.stages: dict[int, Stage] = {}
+        self.built: object = None
+        self.contents: Contents = {}
+
+    def run(self) -> None:
+        """All cases, those of one placement together: its stages are built once. torch last: what
+        it may leave hanging costs no case of ours."""
+        orders, num = self.args.orders.split(","), int(self.args.micro_batches)
+        more = [int(m) for m in self.args.more_micro_batches.split(",") if m]
+        if self.args.stand_in:
+            for order in orders:
+                self._enter(order, num)
+                self._run_variants(self._stand_ins())
+            self._write(complete=True)
+            return
+        for order in orders:
+            self._enter(order, num)
+            self._run_variants(self._variants())
+            if order == orders[0]:
+                for m in more:
+                    self._enter(order, m)
+                    self._run_variants(self._variants())
+            if order in _TORCH_ORDERS and not self.args.no_torch:
+                self._enter(order, num)
+                self._case("torch", self._torch_case)
+        self._write(complete=True)
+
+    # --- what runs ---
+
+    def _enter(self, order: str, num_micro_batches: int) -> None:
+        keys = [f"pp.schedule={order}", f"train.num_micro_batches={num_micro_batches}"]
+        self.config = load([self.args.config], [*self.args.overrides, *keys])
+        self.outline = make_outline(self.config)
+        if self._is_late():
+            return
+        placement = self.outline.order.computations.stage_to_rank
+        if self.built != placement:
+            self.built, self.contents = placement, {}
+            self.stages.clear()
+            gc.collect()
+            self.stages = _build(self.config, self.outline, self.ranks)
+        data = open_data(self.config)
+        self.batches = [
+            MicroBatch(*(t.to(self.ranks.device) for t in data.micro_batch(0, m)[:3]))
+            for m in range(num_micro_batches)
+        ]
+
+    def _variants(self) -> list[Variant]:
+        return [self._plain(kind) for kind in self.args.transports.split(",")]
+
+    def _plain(self, kind: str, **more: Any) -> Variant:
+        library = self.args.nccl_library
+        options = {"nccl_library": library} if kind == "put" and library else {}
+        return Variant(kind, kind, options | more)
+
+    def _stand_ins(self) -> list[Variant]:
+        """nccl held to as many thread blocks as bring a transfer nearest to `--slow-ms`, the others
+        paced to the same time; and nccl with all its blocks, paced, as it is over a network."""
+        kinds = self.args.transports.split(",")
+        if self.ranks.device.type != "cuda":
+            return [self._plain(kind) for kind in kinds]
+        wanted = self.args.slow_ms / 1e3
+        few = {
+            ctas: self._transfer_seconds(self._plain("nccl", transport_ctas=ctas))
+            for ctas in (1, 2, 4)
+        }
+        ctas = min(few, key=lambda c: abs(few[c] - wanted))
+        self.pacer = Pacer(self.ranks.device)
+        variants = [Variant(f"nccl {ctas} CTAs", "nccl", {"transport_ctas": ctas})]
+        for kind in kinds:
+            plain = self._plain(kind)
+            own = self._transfer_seconds(plain)
+            hold = max(0.0, few[ctas] - own)
+            variants.append(Variant(f"{kind} paced", kind, plain.options, hold))
+            self.notes.append(f"{kind}: {own * 1e3:.2f} ms by itself, {hold * 1e3:.2f} ms held")
+        self.notes += [f"nccl, {c} CTAs: {s * 1e3:.2f} ms" for c, s in few.items()]
+        self.notes.append(f"held by copies over PCIe, {self.pacer.bytes_per_second / 1e9:.1f} GB/s")
+        return variants
+
+    def _transfer_seconds(self, variant: Variant) -> float:
+        """The longest of the start-up test's transfers, over all ranks."""
+        transport: Any = self._open(variant, self.outline)
+        carriers = getattr(transport, "_transports", (transport,))
+        times = [
+            time.seconds
+            for carrier in carriers
+            if (found := getattr(carrier, "start_up", None)) is not None
+            for time in found.times
+        ]
+        transport.close()
+        longest = torch.tensor([max(times, default=0.0)], dtype=torch.float64)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        return float(longest)
+
+    def _run_variants(self, variants: Sequence[Variant]) -> None:
+        for variant in variants:
+            self._case(variant.name, partial(self._our_case, variant))
+        # After a real one, whose messages it hands out.
+        quickest = next((v for v in variants if v.kind == "copy_engine"), variants[0])
+        quickest = Variant("none", quickest.kind, quickest.options)
+        self._case("none", partial(self._our_case, quickest))
+
+    def _is_late(self) -> bool:
+        """Whether the limit is over, for all ranks alike."""
+        late = torch.tensor([time.monotonic() - self.start > self.args.limit_seconds])
+        late = late.to(torch.int32)
+        dist.all_reduce(late, op=dist.ReduceOp.MAX)
+        return bool(late.item())
+
+    def _case(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
+        if self._is_late():
+            self.notes.append(f"{self.config.pp.schedule} {name}: not run, the limit was over")
+            self._write(complete=False)
+            return
+        record: dict[str, Any] = {
+            "order": self.config.pp.schedule,
+            "transport": name,
+            "num_micro_batches": self.config.train.num_micro_batches,
+            "boundary_bytes": [b.num_bytes for b in self.outline.boundaries],
+        }
+        self.records.append(record | run())
+        self._write(complete=False)
+        if self.ranks.rank == 0:
+            print(line(self.records[-1]), flush=True)
+
+    # --- one case ---
+
+    def _open(self, variant: Variant, outline: Outline) -> Transport:
+        return connect(
+            outline,
+            self.ranks,
+            [outline.order.lowered],
+            kind=variant.kind,
+            timeout_seconds=60,
+            options=variant.options,
+        )
+
+    def _our_case(self, variant: Variant) -> dict[str, Any]:
+        outline, ranks, order = self.outline, self.ranks, self.outline.order
+        is_hollow = variant.name == "none"
+        if is_hollow and not self.contents and ranks.layout.pp > 1:
+            return {"refused": "no transport ran before it whose messages it could hand out"}
+        try:
+            inner = self._open_hollow(variant) if is_hollow else self._open(variant, outline)
+        except TransportError as error:
+            return {"refused": str(error)}
+        if variant.hold_seconds:
+            inner = PacedTransport(
+                inner,
+                outline.channels,
+                ranks.pp_rank,
+                ranks.device,
+                seconds=variant.hold_seconds,
+                hold=self.pacer.hold,
+            )
+        transport = ObservedTransport(inner)
+        executor = make_executor(outline, order.lowered, ranks, self.stages, transport)
+        offset = align_clocks(ranks.pipeline_group)
+        steps, host, walls = list[MeasuredStep](), list[float](), list[float]()
+        digest, losses, norm = "", "", 0.0
+        for step in range(_WARM_UP_STEPS + self.args.steps):
+            begin, took = self._timed_step(lambda: executor.run(self.batches))
+            enqueued = torch.tensor([transport.enqueued_at - begin], dtype=torch.float64)
+            dist.all_reduce(enqueued, op=dist.ReduceOp.MAX)
+            losses = self._loss_digest()
+            digest, norm = _gradients(ranks, self.stages)
+            measured = gather_step(
+                order.computations, executor.op_times(), offset=offset, group=ranks.pipeline_group
+            )
+            if step >= _WARM_UP_STEPS:
+                steps.append(measured)
+                host.append(float(enqueued))
+                walls.append(took)
+        if not self.contents:
+            self.contents = transport.contents
+        transport.close()
+        return _figures(steps, walls, host) | {
+            "hold_ms": variant.hold_seconds * 1e3,
+            "loss_digest": "" if is_hollow else losses,
+            "gradient_digest": "" if is_hollow else digest,
+            "gradient_norm": norm,
+        }
+
+    def _open_hollow(self, variant: Variant) -> Transport:
+        channels = hollow_channels(self.outline.channels)
+        inner = open_transport(
+            variant.kind,
+            channels,
+            self.ranks.pp_rank,
+            device=self.ranks.device,
+            timeout_seconds=60,
+            store=self.ranks.pipeline_store(),
+            **variant.options,
+        )
+        return HollowTransport(inner, self.outline.channels, self.contents)
+
+    def _torch_case(self) -> dict[str, Any]:
+        schedule = self.outline.order.computations
+        pipeline = TorchPipeline(schedule, self.stages, self.outline.boundaries, self.ranks)
+        walls, digest, norm = [], "", 0.0
+        for step in range(_WARM_UP_STEPS + self.args.steps):
+            _, took = self._timed_step(lambda: pipeline.step(self.batches))
+            digest, norm = _gradients(self.ranks, self.stages)
+            if step >= _WARM_UP_STEPS:
+                walls.append(took)
+        return {
+            "step_seconds": walls,
+            "step_seconds_median": statistics.median(walls),
+            "torch_gradient_digest": digest,  # its sums may come in another order
+            "gradient_norm": norm,
+        }
+
+    def _timed_step(self, run: Callable[[], None]) -> tuple[float, float]:
+        """When this rank began, and how long the slowest rank took until its device was done;
+        gradients are reduced and left there."""
+        for stage in self.stages.values():
+            one = torch.ones((), device=self.ranks.device)
+            stage.reset(loss_seed=one / len(self.batches), balance_seed=one)
+            hold_gradients(list(stage.units))
+        _settle(self.ranks)
+        begin = time.perf_counter()
+        run()
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+        took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+        for stage in self.stages.values():
+            reduce_grads(list(stage.units), self.ranks.data_group)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        return begin, float(took)
+
+    def _loss_digest(self) -> str:
+        """Of the bits of all losses, in the order of the micro-batches' forwards."""
+        mine = [loss for _, s in sorted(self.stages.items()) for loss in s.losses]
+        bits = [int(loss.float().view(torch.int32)) for loss in mine]
+        parts = gather_bytes(json.dumps(bits).encode(), self.ranks.pipeline_group)
+        # Which rank has the losses depends on the placement.
+        return hashlib.sha256(max(parts, key=len)).hexdigest()[:16]
+
+    # --- the record ---
+
+    def _write(self, *, complete: bool) -> None:
+        if self.ranks.rank != 0:
+            return
+        on_gpu = self.ranks.device.type == "cuda"
+        found = bars(self.records)
+        record = {
+            "command": f"ppruntime bench pipeline {' '.join(sys.argv[1:])}",
+            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+            "versions": _versions(on_gpu, self.args.nccl_library),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - self.start, 1),
+            "complete": complete,
+            "model": self.config.model.name,
+            "seq_len": self.config.train.seq_len,
+            "overrides": list(self.args.overrides),
+            "notes": self.notes,
+            "bars": [asdict(bar) for bar in found],
+            "cases": self.records,
+        }
+        path: Path = self.args.out
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f".{path.name}.new")
+        new.write_text(json.dumps(record, indent=1) + "\n")
+        new.rename(path)
+        if complete:
+            print("\n".join(map(str, [*found, *self.notes])), flush=True)
+
+
+def _build(config: Config, outline: Outline, ranks: Ranks) -> dict[int, Stage]:
+    plan, shape = outline.plan, (config.train.micro_batch_size, config.train.seq_len)
     stages = {s.index: build_stage(config, s, ranks) for s in plan if s.rank == ranks.pp_rank}
     for index, stage in stages.items():
-        warm_up_stage(stage, boundaries[index - 1] if index else None, ranks, **shape)
+        received = outline.received(index)
+        warm_up_stage(stage, received, ranks, batch=shape[0], seq_len=shape[1])
     return stages
 
 
-def _case(
-    config: Config,
-    ranks: Ranks,
-    stages: dict[int, Stage],
-    kind: str,
-    options: dict[str, Any],
-    num_steps: int,
+def _figures(
+    steps: Sequence[MeasuredStep], walls: Sequence[float], host: Sequence[float]
 ) -> dict[str, Any]:
-    """One order over one transport."""
-    order, train, dims = make_order(config), config.train, config.model.dims
-    stage_to_rank = order.computations.stage_to_rank
-    plan = cut(dims, stage_to_rank, config.pp.layers_per_stage, seq_len=train.seq_len)
-    boundaries = expected_boundaries(
-        dims,
-        plan,
-        batch=train.micro_batch_size,
-        seq_len=train.seq_len,
-        dtype=compute_dtype(config),
-    )
-    channels = make_channels(boundaries, stage_to_rank, order.slots)
-    record: dict[str, Any] = {
-        "order": order.computations.name,
-        "transport": kind,
-        "num_micro_batches": train.num_micro_batches,
-        "boundary_bytes": [b.num_bytes for b in boundaries],
-    }
-    try:
-        transport = open_transport(
-            kind,
-            channels,
-            ranks.pp_rank,
-            device=ranks.device,
-            timeout_seconds=60,
-            store=ranks.pipeline_store(),
-            **options,
-        )
-    except TransportError as error:
-        return record | {"refused": str(error)}
-    clock = CudaClock() if ranks.device.type == "cuda" else HostClock()
-    executor = Executor(order.lowered, ranks.pp_rank, stages, channels, transport, clock=clock)
-    data = open_data(config)
-    batches = [
-        MicroBatch(*(t.to(ranks.device) for t in data.micro_batch(0, m)[:3]))
-        for m in range(train.num_micro_batches)
-    ]
-    seconds, predicted, computes = [], [], []
-    digest = ""
-    for step in range(_WARM_UP_STEPS + num_steps):
-        took = _step(ranks, stages, executor, batches)
-        digest = _gradient_digest(ranks, stages)
-        measured = gather_step(
-            order.computations,
-            executor.op_times(),
-            offset=align_clocks(ranks.pipeline_group),
-            group=ranks.pipeline_group,
-        )
-        if step >= _WARM_UP_STEPS:
-            seconds.append(took)
-            predicted.append(planned_step(measured).makespan / 1e3)
-            computes.append(max(t.compute for t in split_times(measured)) / 1e9)
-    transport.close()
-    median = statistics.median(seconds)
-    return record | {
-        "step_seconds": seconds,
-        "step_seconds_median": median,
-        "predicted_seconds_median": statistics.median(predicted),
-        "predicted_over_measured": statistics.median(predicted) / median,
-        "busiest_compute_seconds_median": statistics.median(computes),
-        "bubble_fraction": 1 - statistics.median(computes) / median,
-        "gradient_digest": digest,
+    """What a case's steps say; times in seconds, medians over the steps."""
+
+    def middle(values: Sequence[float]) -> float:
+        return statistics.median(values)
+
+    hops = [measured_hops(step) for step in steps]
+    spans = [step.step_ns / 1e9 for step in steps]
+    planned = [planned_step(step).makespan / 1e3 for step in steps]
+    fed = [planned_step(s, h).makespan / 1e3 for s, h in zip(steps, hops, strict=True)]
+    splits = [split_times(step) for step in steps]
+    num_ranks = len(splits[0])
+    busiest = middle([max(t.compute for t in split) / 1e9 for split in splits])
+    span = middle(spans)
+    return {
+        "step_seconds": list(walls),
+        "step_seconds_median": middle(walls),
+        "span_seconds_median": span,
+        "cycle_seconds": middle([cycle_seconds(step) for step in steps]),
+        "host_seconds": middle(host),
+        "hop_ms": [middle([float(getattr(h, way)) for h in hops]) for way in _WAYS],
+        "planned_over_span": middle([p / s for p, s in zip(planned, spans, strict=True)]),
+        "span_over_timeline": middle([s / f for s, f in zip(spans, fed, strict=True)]),
+        "busiest_compute_seconds": busiest,
+        "bubble_fraction": 1 - busiest / span if span else 0.0,
+        "ranks": [
+            {
+                part: middle([getattr(split[r], part) / 1e9 for split in splits])
+                for part in ("compute", "transfer", "peer", "idle")
+            }
+            for r in range(num_ranks)
+        ],
     }
 
 
-def _step(
-    ranks: Ranks, stages: dict[int, Stage], executor: Executor, batches: Sequence[MicroBatch]
-) -> float:
-    """Seconds of one step's ops, over the slowest rank; gradients are reduced and left there."""
-    for stage in stages.values():
-        one = torch.ones((), device=ranks.device)
-        stage.reset(loss_seed=one / len(batches), balance_seed=one)
-        hold_gradients(list(stage.units))
-    _settle(ranks)
-    start = time.perf_counter()
-    executor.run(batches)
-    if ranks.device.type == "cuda":
-        torch.cuda.synchronize()
-    took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-    for stage in stages.values():
-        reduce_grads(list(stage.units), ranks.data_group)
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return float(took)
+_WAYS = ("forward", "backward")
 
 
 def _settle(ranks: Ranks) -> None:
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
-    dist.barrier()
+    start_together()  # a barrier would let ranks of one host go milliseconds apart
 
 
-def _gradient_digest(ranks: Ranks, stages: dict[int, Stage]) -> str:
-    """A digest of the bits of all gradients of the pipeline; clears them."""
-    found = []
+def _clear_gradients(stages: Mapping[int, Stage]) -> None:
+    for stage in stages.values():
+        stage.units.zero_grad(set_to_none=True)
+
+
+def _gradients(ranks: Ranks, stages: Mapping[int, Stage]) -> tuple[str, float]:
+    """A digest of the bits of all gradients of the pipeline and of where they lie, and their norm;
+    clears them."""
+    found, squares = [], torch.zeros((), dtype=torch.float64)
     for index in sorted(stages):
         for unit in stages[index].units:
             for name, param in unit.named_parameters():
                 if param.grad is None:
                     continue
-                grad = param.grad.to_local() if hasattr(param.grad, "to_local") else param.grad
-                bits = grad.contiguous().view(torch.int32)
+                grad: Any = param.grad
+                grad = grad.to_local() if hasattr(grad, "to_local") else grad
+                squares += float(torch.linalg.vector_norm(grad, dtype=torch.float32)) ** 2
                 spec: Any = unit.spec
-                found.append(f"{spec.name}.{name} {int(bits.sum(dtype=torch.int64))}")
-                param.grad = None
+                found.append(f"{spec.name}.{name} {_bits_and_places(grad)}")
+    _clear_gradients(stages)
     parts = gather_bytes("\n".join(found).encode(), ranks.pipeline_group)
-    lines = sorted(line for part in parts for line in part.decode().splitlines())
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    lines = sorted(text for part in parts for text in part.decode().splitlines())
+    dist.all_reduce(squares, group=ranks.pipeline_group)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16], float(squares) ** 0.5
 
 
-def _line(record: dict[str, Any]) -> str:
-    head = f"{record['order']:>16} {record['transport']:>12} M {record['num_micro_batches']:>3}"
-    if "refused" in record:
-        return f"{head}  refused: {record['refused']}"
-    return (
-        f"{head}  step {record['step_seconds_median'] * 1e3:9.2f} ms  predicted"
-        f" {record['predicted_over_measured']:.4f} of it  bubble {record['bubble_fraction']:.2%}"
-        f"  gradients {record['gradient_digest']}"
-    )
+def _bits_and_places(tensor: torch.Tensor) -> int:
+    """The sum, modulo 2**64, of each element's bits times an odd number of its own."""
+    bits = tensor.contiguous().view(torch.uint8).view(torch.int16).reshape(-1)
+    total = 0
+    for start in range(0, len(bits), _DIGEST_ELEMENTS):
+        part = bits[start : start + _DIGEST_ELEMENTS].to(torch.int64)
+        places = torch.arange(start, start + len(part), device=tensor.device)
+        total += int((part * (places * 0x9E3779B1 * 2 + 1)).sum())
+    return total % (1 << 64)
 
 
-def _write(path: Path, config: Config, records: list[dict[str, Any]]) -> None:
-    cuda = torch.cuda.is_available()
-    version: Any = torch.cuda.nccl.version() if cuda else ()  # type: ignore[no-untyped-call]
-    nccl = ".".join(map(str, version))
-    record = {
-        "command": f"torchrun -m ppruntime.launch.bench_pipeline {' '.join(sys.argv[1:])}",
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "versions": {"torch": torch.__version__, "nccl": nccl, "python": sys.version.split()[0]},
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": config.model.name,
-        "seq_len": config.train.seq_len,
-        "cases": records,
-    }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+def _versions(on_gpu: bool, library: str | None) -> dict[str, str]:
+    versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    if on_gpu:
+        from ppruntime.launch.bench_transports import library_versions
+
+        versions |= library_versions(library)
+    return versions
 
 
 if __name__ == "__main__":

@@ -478,7 +478,7 @@ class _Worker:
             "seconds": round(time.monotonic() - self.start, 1),
             "device": torch.cuda.get_device_name(self.device),
             "num_devices": torch.cuda.device_count(),
-            "versions": _versions(self.nccl_library),
+            "versions": library_versions(self.nccl_library),
             "environment": {
                 k: os.environ[k] for k in sorted(os.environ) if k.startswith(("CUDA_DEV", "NCCL_"))
             },
@@ -500,7 +500,8 @@ def _grouped_flops() -> float:
     return 2.0 * experts * rows * n * k
 
 
-def _versions(library: str | None) -> dict[str, str]:
+def library_versions(library: str | None) -> dict[str, str]:
+    """Versions of all that moves data on this machine; `library` is put's libnccl, if given."""
     import torch
     from torch._C._distributed_c10d import ProcessGroupNCCL
 

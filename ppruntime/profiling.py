@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import msgspec
 import torch
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ppruntime.clocks import OpTimes
 from ppruntime.messages import collective_device, gather_bytes
-from ppruntime.schedules.costs import Costs
+from ppruntime.schedules.costs import Costs, Hops
 from ppruntime.schedules.draw import Panel, chrome_trace, svg
 from ppruntime.schedules.ops import COMPUTE, Kind, Op, Schedule, parse_op
 from ppruntime.schedules.timeline import TimedOp, Timeline, simulate
@@ -261,9 +261,30 @@ def measured_costs(step: MeasuredStep) -> Costs:
     )
 
 
-def planned_step(step: MeasuredStep) -> Timeline:
-    """The step's order in virtual time: measured op times, transfers that take none. In ms."""
-    return simulate(step.schedule, measured_costs(step))
+def measured_hops(step: MeasuredStep) -> Hops:
+    """How long a boundary and a gradient were under way between two ranks, in ms: the median over
+    those that a rank was waiting for when they were made. 0 where none was."""
+    made = {m.op: m.end for row in step.rows for m in row if m.op.kind in COMPUTE}
+    ranks = step.schedule.stage_to_rank
+    times: dict[bool, list[int]] = {True: [], False: []}
+    for m in (m for row in step.rows for m in row if m.op.kind in COMPUTE):
+        for source in _sources(m.op):
+            moment = made.get(source)
+            if moment is None or ranks[source.stage] == ranks[m.op.stage]:
+                continue
+            if m.start < moment < m.ready:  # else it may have come before it was asked for
+                times[m.op.kind is Kind.F].append(m.ready - moment)
+    forward, backward = (
+        median(times[is_forward]) / _NS_PER_MS if times[is_forward] else 0.0
+        for is_forward in (True, False)
+    )
+    return Hops(forward, backward)
+
+
+def planned_step(step: MeasuredStep, hops: Hops | None = None) -> Timeline:
+    """The step's order in virtual time, in ms: each stage's mean op times; transfers take `hops`,
+    none by default."""
+    return simulate(step.schedule, measured_costs(step), hops)
 
 
 def report(step: MeasuredStep) -> str:

@@ -23,6 +23,7 @@ from ppruntime.profiling import (
     align_clocks,
     gather_step,
     measured_costs,
+    measured_hops,
     measured_step,
     planned_step,
     report,
@@ -266,3 +267,11 @@ def test_a_step_in_which_nothing_ran_is_drawn_as_nothing(tmp_path):
     assert [part.step for part in split_times(step)] == [0]
     write_timeline(step, tmp_path / "timeline.svg", tmp_path / "trace.json", title="nothing")
     ElementTree.parse(tmp_path / "timeline.svg")
+
+
+def test_hops_are_those_that_a_rank_waited_for():
+    # 0F0 is made at 10 ns and is there at 16 ns; nothing came back.
+    hops = measured_hops(_by_hand())
+    assert hops == Hops(6e-6, 0.0)
+    planned, fed = planned_step(_by_hand()), planned_step(_by_hand(), hops)
+    assert fed.makespan == pytest.approx(planned.makespan + 6e-6)

@@ -1,0 +1,124 @@
+"""What `bench pipeline` asks of its cases: cycles, and ratios within one run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ppruntime.profiling import MeasuredStep
+from ppruntime.schedules.ops import Kind
+
+Case = dict[str, Any]
+"""One entry of the record's `cases`."""
+
+_NO_SMS = ("copy_engine", "put")
+_LOSS_BAR, _TIMELINE_BAR, _TORCH_BAR, _TORCH_LOSS_BAR, _SLOW_BAR = 1 / 3, 1.02, 1.0, 0.5, 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One thing that is asked: `value` may be at most `most`."""
+
+    what: str
+    value: float
+    most: float
+    is_met: bool
+
+    @classmethod
+    def of(cls, what: str, value: float, most: float) -> Bar:
+        return cls(what, value, most, value <= most)
+
+    def __str__(self) -> str:
+        verdict = "met" if self.is_met else "MISSED"
+        return f"{verdict:>6}: {self.what}: {self.value:.4f}, at most {self.most:.4g}"
+
+
+def cycle_seconds(step: MeasuredStep) -> float:
+    """Time of one micro-batch in the middle half of a step: between the ends of stage 0's
+    backwards. The step's own mean where there are fewer than four micro-batches."""
+    num = step.schedule.num_micro_batches
+    if num < 4:
+        return step.step_ns / 1e9 / num
+    ends = sorted(
+        m.end for row in step.rows for m in row if m.op.stage == 0 and m.op.kind in (Kind.B, Kind.I)
+    )
+    first, last = num // 4, num - 1 - num // 4
+    return (ends[last] - ends[first]) / (last - first) / 1e9
+
+
+def bars(cases: Sequence[Case]) -> list[Bar]:
+    """All that the cases allow to be said, in their order."""
+    found: list[Bar] = []
+    groups: dict[tuple[str, int], dict[str, Case]] = {}
+    for case in cases:
+        if "refused" not in case:
+            key = (case["order"], case["num_micro_batches"])
+            groups.setdefault(key, {})[case["transport"]] = case
+    for (order, num), of in groups.items():
+        found += _bars_of(f"{order}, M = {num}", of)
+    return [*found, *_digest_bars(cases)]
+
+
+def _bars_of(where: str, of: dict[str, Case]) -> Iterator[Bar]:
+    none = of.get("none")
+    for name, case in of.items():
+        if name == "torch":
+            continue
+        ratio = case["span_over_timeline"]
+        yield Bar.of(f"{where}, {name}: step over timeline", ratio, _TIMELINE_BAR)
+    lost = {
+        name: case["cycle_seconds"] - none["cycle_seconds"]
+        for name, case in of.items()
+        if none is not None and name != "torch"
+    }
+    for name in _NO_SMS:
+        if name in lost and lost.get("nccl", 0.0) > 0:
+            what = f"{where}, {name}: of the cycle that nccl loses to transfers"
+            yield Bar.of(what, lost[name] / lost["nccl"], _LOSS_BAR)
+    torchs = of.get("torch")
+    for name, case in of.items():
+        if torchs is None or name in ("torch", "none"):
+            continue
+        ours, theirs = case["step_seconds_median"], torchs["step_seconds_median"]
+        yield Bar.of(f"{where}, {name}: step over torch's", ours / theirs, _TORCH_BAR)
+        if none is not None and theirs > none["step_seconds_median"] and name in _NO_SMS:
+            least = none["step_seconds_median"]
+            what = f"{where}, {name}: exposed transfer over torch's"
+            yield Bar.of(what, (ours - least) / (theirs - least), _TORCH_LOSS_BAR)
+    slow = next((case for name, case in of.items() if name.endswith("CTAs")), None)
+    for name in _NO_SMS:
+        paced = of.get(f"{name} paced")
+        if slow is not None and paced is not None:
+            what = f"{where}, {name} paced: cycle over that of {slow['transport']}"
+            yield Bar.of(what, paced["cycle_seconds"] / slow["cycle_seconds"], _SLOW_BAR)
+
+
+def _digest_bars(cases: Sequence[Case]) -> Iterator[Bar]:
+    """Cases of one M have one set of losses and gradients, whatever order and transport."""
+    for num in sorted({case["num_micro_batches"] for case in cases}):
+        for what in ("loss", "gradient"):
+            digests = {
+                case[f"{what}_digest"]
+                for case in cases
+                if case["num_micro_batches"] == num and case.get(f"{what}_digest")
+            }
+            if digests:
+                yield Bar.of(f"M = {num}: different sets of {what} bits", len(digests), 1)
+
+
+def line(case: Case) -> str:
+    """A case for people."""
+    head = f"{case['order']:>12} {case['transport']:>18} M {case['num_micro_batches']:>3}"
+    if "refused" in case:
+        return f"{head}  refused: {case['refused']}"
+    text = f"{head}  step {case['step_seconds_median'] * 1e3:9.2f} ms"
+    if "cycle_seconds" not in case:
+        return text
+    hops = "/".join(f"{ms:.2f}" for ms in case["hop_ms"])
+    return (
+        f"{text}  cycle {case['cycle_seconds'] * 1e3:8.3f} ms  over timeline"
+        f" {case['span_over_timeline']:.4f}  hops {hops} ms  bubble"
+        f" {case['bubble_fraction']:.2%}  host {case['host_seconds'] * 1e3:.1f} ms"
+        f"  gradients {case['gradient_digest']}"
+    )

@@ -1,0 +1,113 @@
+"""Config -> the channels, transport and executors of one rank: what training and benches share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ppruntime.boundaries import expected_boundaries
+from ppruntime.channels import edge_of, make_channels
+from ppruntime.clocks import CudaClock, HostClock
+from ppruntime.config import Config
+from ppruntime.executor import Computes, Executor
+from ppruntime.order import Order, make_order
+from ppruntime.plan import StagePlan, cut
+from ppruntime.ranks import Ranks
+from ppruntime.schedules.counts import Edge
+from ppruntime.schedules.credits import uncredited
+from ppruntime.schedules.ops import Schedule
+from ppruntime.transports import open_transport
+from ppruntime.transports.base import Boundary, Channel, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What the configuration alone decides of a pipeline, the same on every rank."""
+
+    order: Order
+    plan: tuple[StagePlan, ...]
+    boundaries: tuple[Boundary, ...]
+    """Entry s is what stage s hands to stage s + 1."""
+    channels: tuple[Channel, ...]
+
+    def received(self, stage: int) -> Boundary | None:
+        """What the stage reads; None for the first."""
+        return self.boundaries[stage - 1] if stage else None
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """The type of activations and of the weights they are multiplied with."""
+    return torch.float32 if config.train.precision == "fp32" else torch.bfloat16
+
+
+def make_outline(config: Config) -> Outline:
+    """The pipeline's order, cut, boundaries and channels. Pure."""
+    train, dims, order = config.train, config.model.dims, make_order(config)
+    stage_to_rank = order.computations.stage_to_rank
+    plan = cut(dims, stage_to_rank, config.pp.layers_per_stage, seq_len=train.seq_len)
+    boundaries = expected_boundaries(
+        dims,
+        plan,
+        batch=train.micro_batch_size,
+        seq_len=train.seq_len,
+        dtype=compute_dtype(config),
+    )
+    channels = make_channels(boundaries, stage_to_rank, order.slots)
+    return Outline(order, plan, boundaries, channels)
+
+
+def connect(
+    outline: Outline,
+    ranks: Ranks,
+    orders: Sequence[Schedule],
+    *,
+    kind: str,
+    timeout_seconds: float,
+    options: Mapping[str, Any],
+) -> Transport:
+    """Opens this rank's ends of the channels for the lowered `orders` that will run over them. A
+    collective of the pipeline. On GPUs channels whose slots they prove free go without credits."""
+    proven: frozenset[Edge] = frozenset()
+    if ranks.device.type == "cuda":
+        proven = uncredited(orders, outline.order.slots)
+    return open_transport(
+        kind,
+        outline.channels,
+        ranks.pp_rank,
+        device=ranks.device,
+        timeout_seconds=timeout_seconds,
+        store=ranks.pipeline_store(),
+        uncredited=frozenset(c.id for c in outline.channels if edge_of(c) in proven),
+        **options,
+    )
+
+
+def transport_options(config: Config) -> dict[str, Any]:
+    """What `[pp]` says to the transport; keys that are not given leave it its own choice."""
+    pp = config.pp
+    options = {
+        "transport_ctas": pp.transport_ctas,
+        "recv_lead": pp.recv_lead,
+        "nccl_library": pp.nccl_library,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def make_executor(
+    outline: Outline,
+    schedule: Schedule,
+    ranks: Ranks,
+    stages: Mapping[int, Computes],
+    transport: Transport,
+    *,
+    training: bool = True,
+) -> Executor:
+    """This rank's part of a lowered order, on the clock of its device."""
+    clock = CudaClock() if ranks.device.type == "cuda" else HostClock()
+    channels = outline.channels
+    return Executor(
+        schedule, ranks.pp_rank, stages, channels, transport, clock=clock, training=training
+    )

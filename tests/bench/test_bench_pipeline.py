@@ -1,0 +1,218 @@
+"""The pipeline bench: whole runs over gloo, what it concludes, and its stand-ins."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+
+import pytest
+import simulated_cuda
+import torch
+from small_runs import CONFIG
+from torch.distributed import HashStore
+from transport_cases import assert_same_bits, payload
+
+from ppruntime.launch.pipeline_bars import bars, cycle_seconds, line
+from ppruntime.launch.stand_ins import (
+    HollowTransport,
+    ObservedTransport,
+    PacedTransport,
+    Pacer,
+    hollow_channels,
+)
+from ppruntime.profiling import MeasuredOp, MeasuredStep
+from ppruntime.schedules import make
+from ppruntime.schedules.costs import Costs
+from ppruntime.schedules.timeline import simulate
+from ppruntime.transports import copy_engine, local
+from ppruntime.transports.base import Boundary, Channel, TensorSpec
+
+RUN = (
+    str(CONFIG),
+    "pp.size=2",
+    "train.seq_len=8",
+    "train.micro_batch_size=1",
+    "data.type=counting",
+)
+
+
+def _bench(rank, out):
+    from ppruntime.launch.bench_pipeline import main
+
+    flags = ["--transports", "gloo,auto", "--micro-batches", "4", "--more-micro-batches", ""]
+    flags += ["--orders", "1f1b,dualpipe_v", "--steps", "1", "--out", out]
+    assert main([*RUN, *flags]) == 0
+
+
+@pytest.mark.slow
+def test_every_transport_and_torchs_runtime_make_the_same_gradients(run_ranks, tmp_path):
+    run_ranks(2, _bench, str(tmp_path / "out.json"), timeout_seconds=300)
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert record["complete"]
+    texts = [bar["what"] for bar in record["bars"]]
+    for order in ("1f1b", "dualpipe_v"):
+        cases = {case["transport"]: case for case in record["cases"] if case["order"] == order}
+        assert list(cases) == ["gloo", "auto", "none", "torch"]
+        real, none, torchs = [cases["gloo"], cases["auto"]], cases["none"], cases["torch"]
+        if order == "1f1b":  # whose whole backwards torch runs in one piece too
+            assert torchs["torch_gradient_digest"] == real[0]["gradient_digest"]
+        norms = [case["gradient_norm"] for case in (*real, torchs)]
+        assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+        assert not none["gradient_digest"]
+        for case in (*real, none):
+            assert sum(case["ranks"][0].values()) == pytest.approx(case["span_seconds_median"])
+            assert line(case)
+        assert f"{order}, M = 4, gloo: step over torch's" in texts
+    bits = {bar["what"]: bar["is_met"] for bar in record["bars"] if "bits" in bar["what"]}
+    assert list(bits.values()) == [True, True]  # losses and gradients, over orders too
+
+
+def _case(transport, *, cycle=0.01, step=0.2, order="1f1b", digest="a", ratio=1.0):
+    return {
+        "order": order,
+        "transport": transport,
+        "num_micro_batches": 16,
+        "cycle_seconds": cycle,
+        "step_seconds_median": step,
+        "span_over_timeline": ratio,
+        "gradient_digest": digest,
+        "loss_digest": "l",
+    }
+
+
+def _values(cases):
+    return {bar.what.removeprefix("1f1b, M = 16, "): bar for bar in bars(cases)}
+
+
+def test_what_a_transport_loses_is_beyond_the_cycle_that_moves_nothing():
+    none = _case("none", cycle=0.010, step=0.20, digest="")
+    nccl, put = _case("nccl", cycle=0.013, step=0.26), _case("put", cycle=0.0115, step=0.22)
+    torchs = {k: _case("torch", step=0.28)[k] for k in ("order", "transport", "num_micro_batches")}
+    torchs |= {"step_seconds_median": 0.28}
+    found = _values([nccl, put, none, torchs])
+    lost = found["put: of the cycle that nccl loses to transfers"]
+    assert (lost.value, lost.is_met) == (pytest.approx(0.5), False)
+    assert found["put: step over torch's"].value == pytest.approx(0.22 / 0.28)
+    exposed = found["put: exposed transfer over torch's"]
+    assert (exposed.value, exposed.is_met) == (pytest.approx(0.25), True)
+    assert not any("copy_engine" in what for what in found)  # what did not run has no bar
+
+
+def test_a_slow_step_and_other_bits_miss_their_bars_and_refused_cases_say_nothing():
+    refused = {"order": "1f1b", "transport": "put", "num_micro_batches": 16, "refused": "no NCCL"}
+    found = _values([_case("nccl", ratio=1.03), _case("copy_engine", digest="b"), refused])
+    assert not found["nccl: step over timeline"].is_met
+    assert found["copy_engine: step over timeline"].is_met
+    assert found["M = 16: different sets of gradient bits"].value == 2
+    assert not found["M = 16: different sets of gradient bits"].is_met
+    assert found["M = 16: different sets of loss bits"].is_met
+    assert "refused: no NCCL" in line(refused)
+
+
+def test_the_stand_in_compares_cycles_with_nccl_held_to_few_thread_blocks():
+    found = _values([_case("nccl 2 CTAs", cycle=0.010), _case("put paced", cycle=0.0088)])
+    assert found["put paced: cycle over that of nccl 2 CTAs"].value == pytest.approx(0.88)
+    assert found["put paced: cycle over that of nccl 2 CTAs"].is_met
+
+
+@pytest.mark.parametrize("name", ["1f1b", "1f1b_w", "dualpipe_v"])
+def test_the_cycle_is_one_micro_batchs_time_in_the_middle_of_the_step(name):
+    schedule = make(name, 2, 16)
+    timeline = simulate(schedule, Costs.even(3, 4, 5, schedule.stage_to_rank))
+    rows = [
+        tuple(
+            MeasuredOp(t.op, *(round(x * 1e6) for x in (t.start, t.start, t.finish))) for t in row
+        )
+        for row in timeline.rows
+    ]
+    assert cycle_seconds(MeasuredStep(schedule, tuple(rows))) == pytest.approx(12e-3, rel=0.05)
+
+
+# Stand-ins
+
+
+def _channel(id_, src, dst):
+    boundary = Boundary(
+        (TensorSpec("x", (5, 3), torch.float32), TensorSpec("i", (4,), torch.int32))
+    )
+    return Channel(id_, "forward", src, dst, id_, id_ + 1, boundary, slots=2)
+
+
+def test_a_hollow_transport_hands_out_what_came_before_and_local_messages_as_they_are():
+    channels = [_channel(0, 0, 1), _channel(1, 1, 1)]
+    options = {"device": torch.device("cpu"), "timeout_seconds": 20}
+    first, second = local.open_ranks(channels, 2, **options)
+    observed = ObservedTransport(second)
+    sent = payload(channels[0], 0, 1)
+    first.send(channels[0], 0, sent)
+    observed.post(channels[0], 0)
+    observed.take(channels[0], 0)
+    observed.release(channels[0], 0)
+    first.step_end()
+    observed.step_end()
+    assert observed.enqueued_at > 0
+
+    hollow = hollow_channels(channels)
+    assert [c.boundary.num_bytes for c in hollow] == [0, channels[1].boundary.num_bytes]
+    opened = local.open_ranks(hollow, 2, **options)
+    first, second = (HollowTransport(t, channels, observed.contents) for t in opened)
+    inside = payload(channels[1], 0, 2)
+    second.send(channels[1], 0, inside)
+    for channel, wanted in ((channels[0], sent), (channels[1], inside)):
+        if channel.id == 0:
+            first.send(channel, 0, payload(channel, 0, 99))  # its bytes go nowhere
+        second.post(channel, 0)
+        assert_same_bits(second.take(channel, 0), wanted, str(channel))
+        second.release(channel, 0)
+    first.step_end()
+    second.step_end()
+
+
+def test_a_paced_transport_carries_the_same_bits_in_order_later(monkeypatch):
+    simulated_cuda.install(monkeypatch)
+    channel = _channel(0, 0, 1)
+    store, results, held = HashStore(), {}, []
+
+    def work(rank):
+        device = torch.device("cpu", rank)
+        options = {"device": device, "timeout_seconds": 20.0, "store": store, "options": {}}
+        inner = copy_engine.open([channel], rank, **options)
+
+        def hold(seconds):
+            stream = torch.cuda.current_stream()
+            stream.do(lambda: held.append(seconds))
+
+        transport = PacedTransport(inner, [channel], rank, device, seconds=0.25, hold=hold)
+        for m in range(6):
+            if rank == 0:
+                transport.send(channel, m, payload(channel, m, 3))
+            else:
+                transport.post(channel, m)
+                views = transport.take(channel, m)
+                torch.cuda.current_stream().synchronize()
+                assert_same_bits(views, payload(channel, m, 3), f"{m}")
+                transport.release(channel, m)
+        transport.step_end()
+        transport.close()
+        results[rank] = True
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {0: True, 1: True}
+    assert held == [0.25] * 6
+
+
+def test_a_pacer_copies_as_long_as_it_was_asked_to(monkeypatch):
+    monkeypatch.setattr("ppruntime.launch.stand_ins._CALIBRATION_BYTES", 1 << 20)
+    pacer = Pacer(torch.device("cpu"))
+    assert pacer.bytes_per_second > 0
+    copied, rng = [], random.Random(1)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other, **_: copied.append(len(other)))
+    for seconds in (0.0, rng.uniform(1e-4, 1e-2)):
+        copied.clear()
+        pacer.hold(seconds)
+        assert sum(copied) == int(seconds * pacer.bytes_per_second)
