@@ -7,6 +7,7 @@ import select
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, TypeAlias
 
 from cyclopts import App, CycloptsError, Parameter
@@ -84,17 +85,62 @@ def train(*arguments: Argument) -> int:
 
 
 @app.command
-def plan(*arguments: Argument, json: bool = False) -> int:
+def plan(
+    *arguments: Argument,
+    json: bool = False,
+    search: bool = False,
+    calibration: Path | None = None,
+    benches: Path | None = None,
+    link: str | None = None,
+    memory_gb: float = 139.0,
+    reserved_gb: float = 10.0,
+    host_gb_per_s: float = 0.0,
+    transport: str = "put",
+    peak_flops: float = 989e12,
+) -> int:
     """Prints what each stage would hold and send, without starting anything.
 
     Parameters
     ----------
     json
         Print one JSON object instead of a table.
+    search
+        Look for the best plan within memory: cuts, order, warm-up, what is recomputed or offloaded.
+    calibration
+        With --search: times of the units; by default from the kernel records in docs/bench.
+    benches
+        With --search: folder with kernel records.
+    link
+        With --search: the calibration's link that hops go over.
+    memory_gb
+        With --search: what a GPU has, in 1e9 bytes.
+    reserved_gb
+        With --search: of that for context, communication, buffers and workspaces.
+    host_gb_per_s
+        With --search: to the host and back at once; 0 offloads nothing.
+    transport
+        With --search: whose slow-down goes into the calibration made from kernel records.
+    peak_flops
+        With --search: FLOP/s of one GPU that MFU is a share of.
     """
     from ppruntime.config import load
 
     config = load(*_files_and_overrides(arguments))
+    if search:
+        from ppruntime.launch.plan_search import search as search_plans
+
+        return search_plans(
+            config,
+            calibration=calibration,
+            benches=benches,
+            link=link,
+            memory_gb=memory_gb,
+            reserved_gb=reserved_gb,
+            host_gb_per_s=host_gb_per_s,
+            transport=transport,
+            peak_flops=peak_flops,
+            json=json,
+        )
     from ppruntime.plan_report import plan_json, plan_text
 
     print(plan_json(config) if json else plan_text(config))

@@ -1,0 +1,217 @@
+"""`ppruntime plan --search`: the best plans within a memory cap, the bound, and why."""
+
+from __future__ import annotations
+
+import json as json_module
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppruntime.projector import Job, Origin, ProjectionError, positive
+from ppruntime.text_table import short, short_bytes, text_table
+
+if TYPE_CHECKING:
+    from ppruntime.config import Config
+    from ppruntime.planner import Found, Plan, Task, Variant
+
+BENCHES = Path(__file__).resolve().parents[1] / "docs" / "bench"
+"""Records of kernels, where no calibration is given."""
+
+
+def search(
+    config: Config,
+    *,
+    calibration: Path | None,
+    benches: Path | None,
+    link: str | None,
+    memory_gb: float,
+    reserved_gb: float,
+    host_gb_per_s: float,
+    transport: str,
+    peak_flops: float,
+    json: bool,
+) -> int:
+    """Plans, prints, and gives the exit code. See `ppruntime plan --help`."""
+    from ppruntime.calibrate_kernels import kernel_calibration, read_kernels
+    from ppruntime.calibration import read_calibration
+    from ppruntime.models.dims import counts
+    from ppruntime.planner import find_plans
+    from ppruntime.planner_inputs import expert_variants, task_of
+
+    positive("--memory-gb", memory_gb)
+    if calibration is not None and benches is not None:
+        raise ProjectionError(
+            "--calibration and --benches are both times of the parts; leave one of them out"
+        )
+    if not 0 <= reserved_gb < memory_gb or not 0 <= host_gb_per_s < float("inf"):
+        raise ProjectionError(
+            f"--reserved-gb {reserved_gb:g} of --memory-gb {memory_gb:g}, --host-gb-per-s "
+            f"{host_gb_per_s:g}; reserve less than there is, rates are 0 or more"
+        )
+    variants: tuple[Variant, ...] = ()
+    if calibration is not None:
+        known = read_calibration(calibration)
+    else:
+        kernels = read_kernels(benches or BENCHES)
+        if transport not in kernels.interference:
+            raise ProjectionError(
+                f"the benches have no transport {transport}; choose one of "
+                f"{', '.join(kernels.interference)}"
+            )
+        known = kernel_calibration(config, kernels, transport)
+        variants = expert_variants(config, kernels)
+    task = task_of(
+        config,
+        known,
+        memory_bytes=1e9 * memory_gb,
+        reserved_bytes=1e9 * reserved_gb,
+        host_bytes_per_s=1e9 * host_gb_per_s,
+        link=link,
+        variants=variants,
+    )
+    found = find_plans(task)
+    job = Job(
+        flops_per_token=float(counts(config.model.dims).flops_per_token),
+        total_tokens=20e12,
+        num_gpus=config.world_size,
+        gpu_flops=peak_flops,
+        global_batch_tokens=float(config.global_batch_size * config.train.seq_len),
+    )
+    rests_on = str(calibration) if calibration is not None else _kernel_words(task)
+    print(_json(found, job, rests_on) if json else _text(found, task, job, rests_on, config))
+    return 0
+
+
+def _kernel_words(task: Task) -> str:
+    """What part of the least work is of which origin, by units."""
+    total = sum(unit.choices[0].work_s for unit in task.units) or 1.0
+    parts = []
+    for origin in Origin:
+        work = sum(unit.choices[0].work_s for unit in task.units if unit.origin is origin)
+        parts.append(f"{100 * work / total:.0f} % {origin}")
+    return (
+        "kernel records in docs/bench: experts and attention cores measured on one GPU, the rest "
+        f"modelled or assumed; whole units count as their weakest part: {', '.join(parts)}"
+    )
+
+
+def _text(found: Found, task: Task, job: Job, rests_on: str, config: Config) -> str:
+    best = found.plans[0]
+    pace = job.at_step_s(best.step_s)
+    bound = job.at_step_s(found.bounds.step_s)
+    lines = [
+        f"{config.model.name} on {job.num_gpus:,} GPUs (pp {task.num_stages}, dp "
+        f"{config.parallel.dp}, ep {config.parallel.ep}), {short(job.global_batch_tokens)} tokens "
+        f"a step, {task.num_micro_batches} micro-batches, at most {task.memory_bytes / 1e9:g} GB a "
+        f"GPU of which {task.reserved_bytes / 1e9:g} GB reserved (assumed)",
+        rests_on,
+        "",
+    ]
+    rows = [_row(plan, job, task) for plan in found.plans]
+    if found.uniform is not None:
+        rows.append(_row(found.uniform, job, task))
+    headings = ("plan", "order", "step s", "MFU %", "cycle ms", "busiest", "most memory")
+    lines += text_table(headings, rows, left="plan")
+    if found.uniform is not None:
+        gain = found.uniform.step_s / best.step_s - 1
+        lines.append(
+            f"the best plan's step is {100 * gain:.1f} % faster than the best uniform one "
+            f"({100 * job.at_step_s(found.uniform.step_s).mfu:.2f} -> {100 * pace.mfu:.2f} % MFU)"
+        )
+    else:
+        lines.append(f"no uniform plan to compare with: {found.why_no_uniform}")
+    lines += [
+        f"bound: no cut of these units and modes has a cycle under "
+        f"{1e3 * found.bounds.cut_s:.2f} ms in this memory (work spread evenly: "
+        f"{1e3 * found.bounds.balance_s:.2f} ms), so no step is under {found.bounds.step_s:.4g} s, "
+        f"{100 * bound.mfu:.2f} % MFU; the best plan is "
+        f"{100 * (best.step_s / found.bounds.step_s - 1):.2f} % above it",
+        "",
+        f"pp.schedule = {best.order}, pp.layers_per_stage = "
+        f"[{', '.join(f'{layers:g}' for layers in best.layers_per_stage)}]"
+        + (f", pp.warmup_step = {list(best.warmup)}" if best.order == "async_1f1b" else ""),
+        "",
+    ]
+    stages = [
+        (
+            str(index),
+            f"{stage.layers:g}",
+            f"{1e3 * stage.work_s:.2f}",
+            str(stage.in_flight),
+            short_bytes(stage.static_bytes),
+            short_bytes(stage.held_bytes),
+            short_bytes(stage.offloaded_bytes),
+            short_bytes(stage.peak_bytes),
+            _modes(stage.units, stage.modes),
+            stage.variant,
+        )
+        for index, stage in enumerate(best.stages)
+    ]
+    names = ("stage", "layers", "ms", "in flight", "lies there", "kept", "offloaded", "peak")
+    lines += text_table((*names, "recomputed", "experts"), stages, left="experts")
+    lines += ["", _why(best, task)]
+    return "\n".join(lines)
+
+
+def _row(plan: Plan, job: Job, task: Task) -> tuple[str, ...]:
+    stage = plan.stages[plan.busiest]
+    most = max(range(len(plan.stages)), key=lambda s: plan.stages[s].peak_bytes)
+    return (
+        plan.name,
+        plan.order,
+        f"{plan.step_s:.3f}",
+        f"{100 * job.at_step_s(plan.step_s).mfu:.2f}",
+        f"{1e3 * plan.cycle_s:.2f}",
+        f"stage {plan.busiest}, {1e3 * stage.work_s:.2f} ms",
+        f"stage {most}, {short_bytes(plan.stages[most].peak_bytes)}",
+    )
+
+
+def _modes(units: tuple[str, ...], modes: tuple[str, ...]) -> str:
+    """How many attention and MoE halves are recomputed."""
+    counts = []
+    for kind in ("attn", "moe"):
+        of_kind = [mode for unit, mode in zip(units, modes, strict=True) if unit.endswith(kind)]
+        counts.append(f"{sum(mode != 'none' for mode in of_kind)}/{len(of_kind)} {kind}")
+    return ", ".join(counts)
+
+
+def _why(plan: Plan, task: Task) -> str:
+    """What holds the plan where it is."""
+    stage = plan.stages[plan.busiest]
+    work = [s.work_s for s in plan.stages]
+    tight = [
+        str(index) for index, s in enumerate(plan.stages) if s.peak_bytes > 0.97 * task.memory_bytes
+    ]
+    stall = plan.cycle_s / max(work) - 1
+    return (
+        f"why: stage {plan.busiest} ({', '.join(stage.units[:1])} .. {stage.units[-1]}) is the "
+        f"busiest at {1e3 * stage.work_s:.2f} ms against {1e3 * sum(work) / len(work):.2f} ms on "
+        f"average; a cycle waits {100 * stall:.2f} % beyond it for hops of {1e3 * task.hop_s:.2f} "
+        f"ms; stages within 3 % of the memory cap: {', '.join(tight) or 'none'}"
+    )
+
+
+def _json(found: Found, job: Job, rests_on: str) -> str:
+    def of(plan: Plan | None) -> dict[str, object] | None:
+        if plan is None:
+            return None
+        return asdict(plan) | {
+            "layers_per_stage": plan.layers_per_stage,
+            "mfu": 100 * job.at_step_s(plan.step_s).mfu,
+        }
+
+    return json_module.dumps(
+        {
+            "gpus": job.num_gpus,
+            "global_batch_tokens": job.global_batch_tokens,
+            "rests_on": rests_on,
+            "plans": [of(plan) for plan in found.plans],
+            "uniform": of(found.uniform),
+            "faster_than_uniform": found.uniform.step_s / found.plans[0].step_s - 1
+            if found.uniform
+            else None,
+            "bounds": asdict(found.bounds),
+        },
+        indent=2,
+    )

@@ -1,0 +1,421 @@
+"""A unit's times from kernels that were measured alone, and models for what was not. No torch.
+
+Reads the records in docs/bench: experts, sparse attention, transports. A unit is a list of pieces,
+each measured (a bench's row), modelled (bytes or FLOPs at a rate that a bench measured) or assumed;
+new records change the numbers, not this file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ppruntime.calibration import (
+    Calibration,
+    HeldBytes,
+    PerStep,
+    Slowdown,
+    TransferTimes,
+    UnitTimes,
+    unit_type,
+)
+from ppruntime.config import Config
+from ppruntime.memory import gradient_bytes
+from ppruntime.models.dims import (
+    ModelDims,
+    UnitKind,
+    UnitSpec,
+    boundary_bytes,
+    forward_flops_per_token,
+    unit_specs,
+)
+from ppruntime.pipeline_projection import Piece
+from ppruntime.projector import Origin, ProjectionError
+from ppruntime.schedules.machine import Interference
+
+IB_BYTES_PER_S = 46e9
+"""What one GPU's InfiniBand moves one way; published for the same machines, not measured here."""
+MODES = ("none", "full")
+
+_ATTENTION_HELD = 2.2e9
+"""Assumed bytes that an attention half keeps of 8,192 tokens when nothing is recomputed."""
+_INDEX_SHARE = 0.25
+"""Assumed share of the bf16 rate at which index scores and their top-k run."""
+_LARGE = 335_544_320
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTimes:
+    """Seconds of the routed experts of one rank and micro-batch, the fastest backend measured."""
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    fused_gain_s: float
+    """What two micro-batches' weight gradients in one launch save, per micro-batch."""
+    turn_s: float
+    """Turning FP8 weights when a backward asks for it, instead of keeping a turned copy."""
+    quantise_s: float
+    """Weights to FP8, once a step."""
+    held_bytes: float
+    """Kept from forward to backward."""
+    rows: int
+    samples: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What the benches say. Rates are of one GPU."""
+
+    experts: ExpertTimes
+    attention_s: Mapping[int, tuple[float, float]]
+    """By slots a query sees: (forward, backward) at `attention_tokens` tokens."""
+    attention_tokens: int
+    attention_samples: int
+    bf16_flops: float
+    memory_bytes_per_s: float
+    """Read and written, in a copy."""
+    nvlink_bytes_per_s: Mapping[str, float]
+    """One way, by transport, at the size of a boundary."""
+    interference: Mapping[str, Interference]
+    device: str
+    dates: tuple[str, ...]
+
+
+def read_kernels(folder: Path) -> Kernels:
+    """From moe-experts, layers-attention and transports .json. Raises ProjectionError if one of
+    them is not there or lacks a row."""
+    try:
+        moe, layers, moved = (
+            json.loads((folder / f"{name}.json").read_text())
+            for name in ("moe-experts", "layers-attention", "transports")
+        )
+        return Kernels(
+            experts=_experts(moe),
+            attention_s=_attention(layers),
+            attention_tokens=layers["tokens"],
+            attention_samples=min(len(row["milliseconds"]) for row in layers["rows"]),
+            bf16_flops=min(
+                1e12 * _median(moved, "bf16 matmul alone", "no transfer", 0),
+                1e12 * layers["matmul_teraflops"],
+            ),
+            memory_bytes_per_s=2e9 * _median(moved, "copy inside a GPU", "raw peer copy"),
+            nvlink_bytes_per_s={
+                kind: 1e9 * _median(moved, "one way", kind) for kind in ("nccl", "put")
+            },
+            interference={kind: _interference(moved, kind) for kind in ("nccl", "put")},
+            device=moe["device"],
+            dates=tuple(record["date"][:10] for record in (moe, layers, moved)),
+        )
+    except (OSError, KeyError, ValueError, StopIteration) as error:
+        raise ProjectionError(
+            f"{folder} has no complete kernel records ({type(error).__name__}: {error}); run the "
+            "benches moe, layers and transports, or name another folder with --benches"
+        ) from error
+
+
+def unit_pieces(config: Config, spec: UnitSpec, mode: str, kernels: Kernels) -> tuple[Piece, ...]:
+    """All that a unit does for one micro-batch on one rank, piece by piece; with mode "full" the
+    forward comes again in the input gradient."""
+    pieces = _forward_pieces(config, spec, kernels)
+    if mode == "full" and spec.layer is not None:
+        pieces += tuple(
+            Piece(f"{p.name}, again", 0.0, p.forward_s, 0.0, p.origin, p.source) for p in pieces
+        )
+    return pieces
+
+
+def held_bytes(config: Config, spec: UnitSpec, mode: str, kernels: Kernels) -> HeldBytes:
+    """What a micro-batch keeps of a unit: its input streams, and with mode "none" the rest."""
+    tokens = config.train.micro_batch_size * config.train.seq_len
+    dims = config.model.dims
+    streams = 2 * tokens * dims.num_streams * dims.hidden_size
+    held, origin, source = float(streams), Origin.MODELLED, "the residual streams"
+    if spec.kind is UnitKind.EMBED:
+        held, source = 0.0, "nothing"
+    elif mode == "none" and spec.kind is UnitKind.ATTENTION:
+        held += _ATTENTION_HELD * tokens / 8192
+        origin, source = Origin.ASSUMED, "streams and 2.2 GB of attention at 8,192 tokens"
+    elif mode == "none" and spec.kind is UnitKind.MOE:
+        held += _expert_scale(config, kernels) * kernels.experts.held_bytes
+        source = "streams and what the experts' bench kept"
+    return HeldBytes(
+        unit=unit_type(dims, spec),
+        ac_mode=mode,
+        num_bytes=round(held),
+        origin=origin.value,
+        source=source,
+    )
+
+
+def kernel_calibration(config: Config, kernels: Kernels, transport: str) -> Calibration:
+    """The same as rows of a calibration, for one transport: each unit a sum of pieces, so modelled
+    at best. Hops go over InfiniBand."""
+    dims = config.model.dims
+    units: dict[tuple[str, str], UnitTimes] = {}
+    memory: dict[tuple[str, str], HeldBytes] = {}
+    for spec in unit_specs(dims):
+        for mode in MODES:
+            key = (unit_type(dims, spec), mode)
+            pieces = unit_pieces(config, spec, mode, kernels)
+            if key in units:
+                continue
+            units[key] = UnitTimes(
+                unit=key[0],
+                ac_mode=mode,
+                forward_s=sum(p.forward_s for p in pieces),
+                input_grad_s=sum(p.input_grad_s for p in pieces),
+                weight_grad_s=sum(p.weight_grad_s for p in pieces),
+                origin=_least(pieces).value,
+                source="; ".join(sorted({f"{p.origin} {p.name}" for p in pieces})),
+            )
+            memory[key] = held_bytes(config, spec, mode, kernels)
+    sizes = set()
+    for spec in unit_specs(dims)[:-1]:
+        train = config.train
+        sizes.add(boundary_bytes(dims, spec, train.micro_batch_size, train.seq_len))
+        sizes.add(gradient_bytes(config, spec))
+    slows = kernels.interference[transport]
+    return Calibration(
+        schema=1,
+        command="ppruntime headline",
+        device=kernels.device,
+        versions={},
+        date=max(kernels.dates),
+        model=config.model.name,
+        seq_len=config.train.seq_len,
+        micro_batch_size=config.train.micro_batch_size,
+        ep=config.parallel.ep,
+        transport="idle",
+        routing="balanced, in the experts' bench",
+        seeds=(0,),
+        zero_weights=False,
+        profiled=False,
+        units=tuple(units.values()),
+        memory=tuple(memory.values()),
+        transfers=tuple(
+            TransferTimes(
+                link="ib",
+                num_bytes=size,
+                seconds=size / IB_BYTES_PER_S,
+                origin="assumed",
+                source="46 GB/s, published",
+            )
+            for size in sorted(sizes)
+            if size
+        ),
+        per_step=per_step_rows(config, kernels),
+        slowdowns=(
+            Slowdown(
+                transport=transport,
+                one_way=slows.one_way,
+                both_ways=slows.both_ways,
+                origin="modelled",
+                source="measured between two GPUs over NVLink, taken for InfiniBand",
+            ),
+        ),
+    )
+
+
+def per_step_rows(config: Config, kernels: Kernels) -> tuple[PerStep, ...]:
+    """Of the busiest rank: quantising its experts' weights, the optimizer by bytes, the norm."""
+    dims = config.model.dims
+    most_blocks = max(1, -(-dims.num_layers // config.pp.size))
+    per_block = _expert_parameters(dims) / config.parallel.ep
+    shard = most_blocks * per_block / config.parallel.dp
+    scale = per_block / (48 * 3 * 5120 * 2304)
+    return (
+        PerStep(
+            name="quantise",
+            seconds=most_blocks * scale * kernels.experts.quantise_s,
+            origin="modelled",
+            source=f"{most_blocks} MoE blocks x measured {1e3 * kernels.experts.quantise_s:.2f} ms",
+        ),
+        PerStep(
+            name="optimizer",
+            seconds=28 * shard / kernels.memory_bytes_per_s,
+            origin="modelled",
+            source="28 bytes of each of a rank's own parameters at the copy rate (AdamW)",
+        ),
+        PerStep(name="norm", seconds=0.01, origin="assumed", source="one all-reduce of all ranks"),
+    )
+
+
+def _forward_pieces(config: Config, spec: UnitSpec, kernels: Kernels) -> tuple[Piece, ...]:
+    dims, train = config.model.dims, config.train
+    tokens = train.micro_batch_size * train.seq_len
+    flops = forward_flops_per_token(dims, spec, train.seq_len)
+    matmul = flops.matmul
+    pieces: list[Piece] = []
+    if spec.kind is UnitKind.MOE:
+        experts = kernels.experts
+        scale = _expert_scale(config, kernels)
+        pieces.append(
+            Piece(
+                "experts",
+                scale * experts.forward_s,
+                scale * experts.input_grad_s,
+                scale * experts.weight_grad_s,
+                Origin.MEASURED if scale == 1 else Origin.MODELLED,
+                experts.source if scale == 1 else f"{experts.source}, x {scale:.3g} by rows",
+            )
+        )
+        matmul -= 2.0 * dims.experts_per_token * 3 * dims.hidden_size * dims.expert_width
+        pieces.append(_dispatch(config, kernels))
+    elif spec.kind is UnitKind.ATTENTION:
+        slots = round(flops.attention / (4.0 * dims.num_heads * dims.head_dim))
+        pieces.append(_core(slots, tokens, kernels))
+        if flops.index_scores:
+            seconds = flops.index_scores * tokens / (_INDEX_SHARE * kernels.bf16_flops)
+            source = f"index scores and top-k at {_INDEX_SHARE:.0%} of the bf16 rate"
+            pieces.append(Piece("indexer", seconds, 0.0, 0.0, Origin.ASSUMED, source))
+        if spec.engram_parameters:
+            rows = tokens * (dims.engram_max_order - 1) * dims.engram_heads * dims.engram_head_dim
+            seconds = 2 * rows / IB_BYTES_PER_S
+            source = "bf16 table rows over InfiniBand at 46 GB/s, nothing hidden"
+            pieces.append(Piece("engram lookups", seconds, seconds, 0.0, Origin.ASSUMED, source))
+    if matmul > 0 and spec.kind is not UnitKind.EMBED:
+        seconds = matmul * tokens / kernels.bf16_flops
+        source = f"FLOPs at the measured bf16 rate, {kernels.bf16_flops / 1e12:.0f} TFLOP/s"
+        pieces.append(Piece("dense", seconds, seconds, seconds, Origin.MODELLED, source))
+    if spec.layer is not None:
+        pieces.append(_streams(dims, tokens, kernels))
+    return tuple(pieces)
+
+
+def _dispatch(config: Config, kernels: Kernels) -> Piece:
+    """To the experts' ranks and back: a token once per rank that has one of its experts."""
+    dims, ep = config.model.dims, config.parallel.ep
+    tokens = config.train.micro_batch_size * config.train.seq_len
+    copies = remote_copies(dims, ep, 1)
+    rate = kernels.nvlink_bytes_per_s["put"]
+    there, back = tokens * copies * dims.hidden_size, 2 * tokens * copies * dims.hidden_size
+    source = f"FP8 there, bf16 back (bf16 both for gradients), {copies:.2f} copies a token, NVLink"
+    return Piece("dispatch", (there + back) / rate, 2 * back / rate, 0.0, Origin.MODELLED, source)
+
+
+def remote_copies(dims: ModelDims, num_ranks: int, ranks_per_place: int) -> float:
+    """Mean number of places other than its own that a token goes to, if its experts are drawn
+    evenly: places are groups of ranks, one copy to each."""
+    places = num_ranks // ranks_per_place
+    reached = places * (1 - (1 - 1 / places) ** dims.experts_per_token)
+    return reached * (places - 1) / places if places > 1 else 0.0
+
+
+def _core(slots: int, tokens: int, kernels: Kernels) -> Piece:
+    """The bench's row for so many slots; between two rows a line through them."""
+    known = sorted(kernels.attention_s)
+    low, high = known[0], known[-1]
+    part = 0.0 if high == low else (slots - low) / (high - low)
+    scale = tokens / kernels.attention_tokens
+    forward, backward = (
+        scale * (kernels.attention_s[low][i] * (1 - part) + kernels.attention_s[high][i] * part)
+        for i in (0, 1)
+    )
+    exact = slots in kernels.attention_s and scale == 1
+    source = f"layers-attention.json, hopper, {slots} slots, {kernels.attention_samples} samples"
+    origin = Origin.MEASURED if exact else Origin.MODELLED
+    return Piece("attention", forward, backward, 0.0, origin, source)
+
+
+def _streams(dims: ModelDims, tokens: int, kernels: Kernels) -> Piece:
+    """Collapse, norm and write-back of the residual streams: bytes at the copy rate."""
+    item = 2.0 * tokens * dims.hidden_size
+    forward = (3 * dims.num_streams + 4) * item / kernels.memory_bytes_per_s
+    source = f"bytes at the measured copy rate, {kernels.memory_bytes_per_s / 1e12:.2f} TB/s"
+    return Piece("streams and norms", forward, 2 * forward, 0.0, Origin.MODELLED, source)
+
+
+def _expert_parameters(dims: ModelDims) -> float:
+    return dims.num_experts * 3.0 * dims.hidden_size * dims.expert_width
+
+
+def _expert_scale(config: Config, kernels: Kernels) -> float:
+    """Rows of a rank and micro-batch here over those of the bench."""
+    tokens = config.train.micro_batch_size * config.train.seq_len
+    return tokens * config.model.dims.experts_per_token / kernels.experts.rows
+
+
+def _least(pieces: tuple[Piece, ...]) -> Origin:
+    assumed = any(piece.origin is Origin.ASSUMED for piece in pieces)
+    return Origin.ASSUMED if assumed or not pieces else Origin.MODELLED
+
+
+# --- records -------------------------------------------------------------------------------------
+
+
+def _experts(record: Mapping[str, Any]) -> ExpertTimes:
+    """The fastest backend for forward and backward in the case of eight ranks."""
+    rows = {(r["shape"], r["phase"], r["variant"]): r for r in record["rows"]}
+
+    def seconds(phase: str, variant: str, shape: str = "ep8") -> float:
+        return float(rows[shape, phase, variant]["median_ms"]) / 1e3
+
+    suffix = " (1 micro-batches)"
+    name = min(
+        (v for s, phase, v in rows if s == "ep8" and phase == "fwd + bwd" and v.endswith(suffix)),
+        key=lambda variant: seconds("fwd + bwd", variant),
+    )
+    backend = name.removesuffix(suffix)
+    whole, forward = seconds("fwd + bwd", name), seconds("forward", backend)
+    weight = sum(
+        min(
+            r["median_ms"] / 1e3
+            for (s, p, v), r in rows.items()
+            if s == "ep8" and p == phase and v.startswith(backend.split(",")[0])
+        )
+        for phase in ("wgrad W13", "wgrad W2")
+    )
+    both = seconds("fwd + bwd", f"{backend}, n=2 (2 micro-batches)") / 2
+    kept = next(n for n in record["notes"] if n.startswith(f"ep8 {backend}: keeps"))
+    case = next(n for n in record["notes"] if n.startswith("ep8: "))
+    samples = len(rows["ep8", "fwd + bwd", name]["milliseconds"])
+    return ExpertTimes(
+        forward_s=forward,
+        input_grad_s=whole - forward - weight,
+        weight_grad_s=weight,
+        fused_gain_s=whole - both,
+        turn_s=seconds("turn", "on demand", "weights"),
+        quantise_s=seconds("quantise", "with turned copy", "weights"),
+        held_bytes=1e9 * float(kept.split("keeps ")[1].split()[0]),
+        rows=int(case.split("ep8: ")[1].split()[0]),
+        samples=samples,
+        source=f"moe-experts.json, ep8, {backend}, {samples} samples",
+    )
+
+
+def _attention(record: Mapping[str, Any]) -> dict[int, tuple[float, float]]:
+    best: dict[tuple[str, int], float] = {}
+    for row in record["rows"]:
+        if row["failure"] or row["part"] not in ("forward", "backward"):
+            continue
+        key = (row["part"], row["slots"])
+        best[key] = min(best.get(key, float("inf")), row["median"] / 1e3)
+    return {slots: (best["forward", slots], best["backward", slots]) for _, slots in best}
+
+
+def _median(record: Mapping[str, Any], metric: str, kind: str, num_bytes: int = _LARGE) -> float:
+    values = [
+        value
+        for row in record["rows"]
+        if (row["metric"], row["kind"], row["num_bytes"]) == (metric, kind, num_bytes)
+        for value in row["values"]
+    ]
+    if not values:
+        raise KeyError(f"{metric}, {kind}, {num_bytes} bytes")
+    return float(median(values))
+
+
+def _interference(record: Mapping[str, Any], kind: str) -> Interference:
+    """Mean over the two GEMMs that the bench ran beside the transport."""
+
+    def share(way: str) -> float:
+        gemms = ("bf16 matmul", "FP8 grouped GEMM")
+        return sum(_median(record, f"{gemm}, {way}", kind) for gemm in gemms) / 2 / 100
+
+    return Interference(max(0.0, share("one way")), max(0.0, share("both ways")))
