@@ -6,13 +6,15 @@ step is one loop over these calls. An op waits only for what it reads: a receive
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
+from torch.profiler import record_function
 
 from ppruntime.activation_offload import ActivationOffload
 from ppruntime.clocks import Clock, OpTimes
@@ -123,7 +125,7 @@ class Executor:
         clock.start_step()
         text = "no op"
         try:
-            for text, act in self._program:
+            for text, act in self._labelled() if _profiler_enabled() else self._program:
                 start = self._ready = clock()
                 act()
                 times.append(OpTimes(text, start, self._ready, clock()))
@@ -137,6 +139,16 @@ class Executor:
             assert not stage.num_in_flight, f"stage {stage.index} has work left after the order"
         if self._offload is not None:
             assert not self._offload.num_held, f"rank {self._rank} has activations left over"
+
+    def _labelled(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """The program for a profiler: each op in a range that bears its text, as NVTX has it too
+        under `torch.autograd.profiler.emit_nvtx`."""
+
+        def within(text: str, act: Callable[[], None]) -> None:
+            with record_function(text):
+                act()
+
+        return ((text, partial(within, text, act)) for text, act in self._program)
 
     def op_times(self) -> list[OpTimes[int]]:
         """The ops of the last step in their order, in ns of `time.perf_counter_ns`. On a device
