@@ -31,14 +31,15 @@ def saved_bytes(
     dtype: str,
     *,
     head: str = "reference",
+    mhc: str = "reference",
 ) -> int:
     """What autograd saves in one unit for `batch` sequences of `seq_len` tokens, each piece of
     memory once; parameters, token data and the carry that comes in and goes out not counted.
 
     `dtype` is the compute dtype, float32 or bfloat16. No token is masked from Engram. `head` is the
-    loss by its name in `head.head_loss`, "auto" apart.
+    loss by its name in `head.head_loss`, `mhc` the residual's in `residual.residual`, "auto" apart.
     """
-    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
+    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype], mhc)
     match spec.kind:
         case UnitKind.EMBED:
             return 0
@@ -75,6 +76,7 @@ class _Run:
     batch: int
     seq_len: int
     item: int
+    mhc: str = "reference"
 
     @property
     def tokens(self) -> int:
@@ -113,6 +115,9 @@ def _residual(run: _Run) -> int:
     are the carry's."""
     dims, tokens, streams = run.dims, run.tokens, run.dims.num_streams
     own_mix = streams if dims.family == "v4" else 0  # in V4.1 it is the carry's
+    if run.mhc == "triton":  # the norm's input and y; projection, two rms, post, comb
+        per_token = 2 * streams + streams**2 + 2 + streams + streams**2 + own_mix
+        return tokens * (2 * run.item * dims.hidden_size + _FP32 * per_token)
     return (
         _coefficients(run)
         + _FP32 * tokens * own_mix

@@ -18,10 +18,11 @@ from ppruntime.models.dims import ModelDims, Role, UnitKind, UnitSpec
 from ppruntime.models.engram import Engram
 from ppruntime.models.head import HeadLoss, whole_loss
 from ppruntime.models.linear import Linear
-from ppruntime.models.mhc import Coefficients, HyperConnection, collapse, write_back
+from ppruntime.models.mhc import Coefficients, HyperConnection, collapse
 from ppruntime.models.mhc_v4 import HeadCollapse
 from ppruntime.models.moe import MoE
 from ppruntime.models.norm import RMSNorm
+from ppruntime.models.residual import UsesResidual
 
 
 class EmbedUnit(nn.Module):
@@ -53,7 +54,7 @@ class EmbedUnit(nn.Module):
         return carry._replace(streams=streams_BTSD, mix=mix_BTS)
 
 
-class AttentionUnit(nn.Module):
+class AttentionUnit(UsesResidual):
     """The attention half of a layer, with the Engram before it if the layer has one."""
 
     def __init__(
@@ -80,14 +81,16 @@ class AttentionUnit(nn.Module):
         streams_BTSD = _streams(carry)
         if self.engram is not None:
             streams_BTSD = self.engram(streams_BTSD, batch.ids, batch.positions, batch.masked)
-        coefficients: Coefficients = self.mhc(streams_BTSD)
-        mix_BTS = _input_mix(self.dims, carry, coefficients)
-        x_BTD = self.norm(collapse(streams_BTSD, mix_BTS))
+        mix_BTS = _input_mix(self.dims, carry)
+        x_BTD, streams_BTSD, coefficients = self.residual.read(
+            self.mhc, self.norm, streams_BTSD, mix_BTS
+        )
         y_BTD, carry = self.attention(x_BTD, carry, batch)
-        return _passed_on(self.dims, self.spec, carry, streams_BTSD, y_BTD, coefficients)
+        streams_BTSD = self.residual.write(streams_BTSD, y_BTD, coefficients)
+        return _passed_on(self.dims, self.spec, carry, streams_BTSD, coefficients)
 
 
-class MoEUnit(nn.Module):
+class MoEUnit(UsesResidual):
     """The MoE half of a layer."""
 
     def __init__(
@@ -107,15 +110,16 @@ class MoEUnit(nn.Module):
 
     def forward(self, carry: Carry, batch: MicroBatch) -> Carry:
         streams_BTSD = _streams(carry)
-        coefficients: Coefficients = self.mhc(streams_BTSD)
-        mix_BTS = _input_mix(self.dims, carry, coefficients)
-        y_BTD, balance_loss, loads_E = self.moe(
-            self.norm(collapse(streams_BTSD, mix_BTS)), batch.ids
+        mix_BTS = _input_mix(self.dims, carry)
+        x_BTD, streams_BTSD, coefficients = self.residual.read(
+            self.mhc, self.norm, streams_BTSD, mix_BTS
         )
+        y_BTD, balance_loss, loads_E = self.moe(x_BTD, batch.ids)
         if balance_loss is not None and carry.balance_loss is not None:
             balance_loss = carry.balance_loss + balance_loss
         carry = carry._replace(balance_loss=balance_loss, loads=(*carry.loads, loads_E))
-        return _passed_on(self.dims, self.spec, carry, streams_BTSD, y_BTD, coefficients)
+        streams_BTSD = self.residual.write(streams_BTSD, y_BTD, coefficients)
+        return _passed_on(self.dims, self.spec, carry, streams_BTSD, coefficients)
 
 
 class HeadUnit(nn.Module):
@@ -214,10 +218,11 @@ def _streams(carry: Carry) -> Tensor:
     return carry.streams.view_as(carry.streams)
 
 
-def _input_mix(dims: ModelDims, carry: Carry, own: Coefficients) -> Tensor:
-    """Weights that collapse the streams: the sublayer before computed them, or in V4 this one."""
+def _input_mix(dims: ModelDims, carry: Carry) -> Tensor | None:
+    """Weights that collapse the streams: the sublayer before computed them, or in V4 this one,
+    None."""
     if dims.family == "v4":
-        return own.pre_BTS
+        return None
     assert carry.mix is not None, "a V4.1 unit has no mix in its carry"
     return carry.mix
 
@@ -227,12 +232,11 @@ def _passed_on(
     spec: UnitSpec,
     carry: Carry,
     streams_BTSD: Tensor,
-    y_BTD: Tensor,
     coefficients: Coefficients,
 ) -> Carry:
-    """The carry after a sublayer: streams written back, its mix, and of the rest what is alive."""
+    """The carry after a sublayer: its streams, its mix, and of the rest what is alive."""
     dead: dict[str, Any] = {field: None for field in CROSSING if field not in spec.live_after}
     return carry._replace(
-        streams=write_back(streams_BTSD, y_BTD, coefficients),
+        streams=streams_BTSD,
         mix=coefficients.pre_BTS if dims.family == "v41" else None,
     )._replace(**dead)

@@ -24,6 +24,7 @@ from ppruntime.models.dims import ModelDims, UnitKind, UnitSpec, unit_parameters
 from ppruntime.models.head import head_loss
 from ppruntime.models.init import init_parameters
 from ppruntime.models.linear import WeightGradQueue, set_queue
+from ppruntime.models.residual import UsesResidual, residual
 from ppruntime.models.units import HeadUnit, build_unit
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut
@@ -221,6 +222,8 @@ def build_stage(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
         init_parameters(unit, spec.name, config.train.seed)
         if isinstance(unit, HeadUnit):
             unit.loss_of = head_loss(config.kernels.head, ranks.device)
+        if isinstance(unit, UsesResidual):
+            unit.residual = residual(config.kernels.mhc, ranks.device)
         units.append(unit)
     sharded = dtype is not torch.float32 or ranks.layout.num_data_ranks > 1
     halves = (UnitKind.ATTENTION, UnitKind.MOE)

@@ -287,8 +287,9 @@ class Kernels(Section, frozen=True):
     """Sparse attention, with the inverse rotation of its output. Summation order."""
     indexer: Backend = "reference"
     """Indexer scores and top-k. Bitwise on equal scores."""
-    mhc: Backend = "reference"
-    """Collapse, expansion and Sinkhorn of the residual streams. Summation order."""
+    mhc: Literal["reference", "triton", "auto"] = "reference"
+    """What stands around a sublayer on the residual streams: projection, Sinkhorn, collapse and
+    norm in one pass, write-back in another. auto: triton where it can run. Summation order."""
     rope: Backend = "reference"
     """Rotation of the rotary channels. Bitwise."""
     grouped_output: Backend = "reference"

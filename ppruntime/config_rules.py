@@ -60,7 +60,6 @@ _NOT_BUILT = (
         for op in (
             "attention",
             "indexer",
-            "mhc",
             "rope",
             "grouped_output",
             "engram",
@@ -363,15 +362,24 @@ def _routing(config: Config) -> Iterator[Broken]:
         )
 
 
-def _head_kernel(config: Config) -> Iterator[Broken]:
-    if config.kernels.head != "triton":
-        return
-    for key, value in (("train.precision", "fp32"), ("run.device", "cpu")):
-        if reduce(getattr, key.split("."), cast(Any, config)) == value:
-            yield (
-                "kernels.head",
-                f'kernels.head = "triton" does not run with {key} = {show(value)}; use "chunked"',
-            )
+def _layer_kernels(config: Config) -> Iterator[Broken]:
+    for name, otherwise in (("mhc", "reference"), ("head", "chunked")):
+        if getattr(config.kernels, name) != "triton":
+            continue
+        for key, value in (("train.precision", "fp32"), ("run.device", "cpu")):
+            if reduce(getattr, key.split("."), cast(Any, config)) == value:
+                yield (
+                    f"kernels.{name}",
+                    f'kernels.{name} = "triton" does not run with {key} = {show(value)}; use '
+                    f"{show(otherwise)}",
+                )
+    num_streams = config.model.dims.num_streams
+    if config.kernels.mhc != "reference" and num_streams not in (2, 4, 8):
+        yield (
+            "kernels.mhc",
+            f"kernels.mhc = {show(config.kernels.mhc)} takes 2, 4 or 8 streams, model.num_streams "
+            f'is {num_streams}; use "reference"',
+        )
 
 
 def _timeline(config: Config) -> Iterator[Broken]:
@@ -408,7 +416,7 @@ _RULES: tuple[Rule, ...] = (
     _learning_rate,
     _learning_rate_warmup,
     _routing,
-    _head_kernel,
+    _layer_kernels,
     _timeline,
     _paths,
 )

@@ -78,7 +78,7 @@ def activation_bytes(config: Config, stage: StagePlan) -> int:
             held |= {(maker, name) for name, maker in makers.items()}
             kept: frozenset[str] = frozenset()
         else:
-            total += saved_bytes(*_case(config, spec), head=_head_kernel(config))
+            total += _saved_bytes(config, spec)
             kept = kept_fields(*_case(config, spec))
         held |= {(makers[name], name) for name in kept & spec.reads & makers.keys()}
         made = {name: spec for name in spec.live_after if name in spec.writes}
@@ -91,7 +91,7 @@ def recompute_bytes(config: Config, stage: StagePlan) -> int:
     """Bytes that autograd saves when the backward runs a half-layer again: the largest one's, since
     they go one by one. 0 where nothing is recomputed."""
     return max(
-        (saved_bytes(*_case(config, s)) for s in stage.units if _is_recomputed(config, s)),
+        (_saved_bytes(config, s) for s in stage.units if _is_recomputed(config, s)),
         default=0,
     )
 
@@ -127,12 +127,13 @@ def _is_recomputed(config: Config, spec: UnitSpec) -> bool:
     return config.ac.mode == "full" and spec.kind in (UnitKind.ATTENTION, UnitKind.MOE)
 
 
-def _head_kernel(config: Config) -> str:
-    """`kernels.head`, with "auto" as a GPU has it unless the config is for none."""
-    if config.kernels.head != "auto":
-        return config.kernels.head
-    chunked = config.train.precision == "fp32" or config.run.device == "cpu"
-    return "chunked" if chunked else "triton"
+def _saved_bytes(config: Config, spec: UnitSpec) -> int:
+    """What autograd saves in one unit; "auto" as a GPU has it unless the config is for none."""
+    kernels = config.kernels
+    on_gpu = config.train.precision == "bf16" and config.run.device != "cpu"
+    head = kernels.head if kernels.head != "auto" else "triton" if on_gpu else "chunked"
+    mhc = kernels.mhc if kernels.mhc != "auto" else "triton" if on_gpu else "reference"
+    return saved_bytes(*_case(config, spec), head=head, mhc=mhc)
 
 
 def _case(config: Config, spec: UnitSpec) -> tuple[ModelDims, UnitSpec, int, int, str]:

@@ -334,6 +334,14 @@ RULES = [
         'kernels.head = "triton" does not run with train.precision = "fp32"; use "chunked"',
     ),
     (
+        "kernels.mhc=triton train.precision=fp32",
+        'kernels.mhc = "triton" does not run with train.precision = "fp32"; use "reference"',
+    ),
+    (
+        "kernels.mhc=auto model.num_streams=3",
+        'kernels.mhc = "auto" takes 2, 4 or 8 streams, model.num_streams is 3; use "reference"',
+    ),
+    (
         "kernels.head=triton run.device=cpu",
         'kernels.head = "triton" does not run with run.device = "cpu"; use "chunked"',
     ),

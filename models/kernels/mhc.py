@@ -1,0 +1,410 @@
+"""mHC around a sublayer in Triton: the same functions as models/mhc.py and the norm, in few passes.
+
+`read` makes of the streams, in one pass, a sublayer's normed input and its coefficients: the
+projection and the rms, sigmoids and Sinkhorn, the collapse. `write` makes the streams after it. The
+gradient of the streams is formed once: `write` hands back the gradient of its result as it came,
+and `read`'s backward mixes it, adds what comes through collapse, projection and rms, and stores.
+So the handle that `read` gives to `write` is for `write` alone.
+
+Bytes per unit of V4.1 at N = 8,192 tokens in bf16 (streams 335.5 MB, one of width D 83.9 MB):
+
+    read             streams, z out and in, x out                         0.587 GB
+    write            streams, y, streams out                              0.755 GB
+    forward                                                               1.342 GB
+    write, backward  gradient, streams, y, dy out                         0.839 GB
+    norm, backward   dx, z, dz out                                        0.252 GB
+    read, backward   gradient, streams, dz, gradient out                  1.091 GB
+    backward                                                              2.181 GB
+    weight gradient  streams (may be put off)                             0.336 GB
+
+Were `write` and the next unit's `read` one pass, it would be 0.84 and 1.26 GB: that needs the next
+unit's weights in this one, which units that are cut, sharded and recomputed one by one do not have.
+
+For the backward stay z, y, the projection, two rms and the coefficients: 168 MB + 1.6 MB; V4, whose
+mix is its own coefficients, reads the streams once more in either direction.
+
+Numeric class: summation order (fp32 products are exact: three bf16 parts of a weight).
+Shape letters: N tokens, S streams, D model width, C = 2 S + S^2 coefficients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppruntime.models.kernels import mhc_kernels as kernels
+from ppruntime.models.kernels.rounding import INTERPRETED
+from ppruntime.models.linear import WeightGradQueue, now_or_later
+from ppruntime.models.mhc import Coefficients, HyperConnection
+from ppruntime.models.norm import RMSNorm
+
+_CHANNELS = 64
+"""Channels of a step where streams meet the projection's weights."""
+_ROW_BLOCK = 1024
+"""Channels that one program works on at a time where streams are only weighed."""
+_NORM_TOKENS = 16
+"""Tokens whose part of the norm's gain gradient is added up in registers."""
+
+
+def read(
+    connection: HyperConnection, norm: RMSNorm, streams_BTSD: Tensor, mix_BTS: Tensor | None
+) -> tuple[Tensor, Tensor, Coefficients]:
+    """(the sublayer's input [B, T, D], a handle for `write` in the streams' place, coefficients).
+
+    `mix_BTS` collapses the streams; None takes this connection's own weights, as in V4. Raises
+    ValueError for dtypes or a number of streams that the kernels do not take, RuntimeError where
+    they cannot run.
+    """
+    _check(connection, norm, streams_BTSD, mix_BTS)
+    dims, lead = connection.dims, streams_BTSD.shape[:2]
+    x, handle, pre, post, comb = _Read.apply(  # type: ignore[no-untyped-call]
+        streams_BTSD.flatten(0, 1),
+        None if mix_BTS is None else mix_BTS.flatten(0, 1),
+        connection.projection.weight,
+        connection.base,
+        connection.scale,
+        norm.weight,
+        connection.projection.queue,
+        (dims.norm_eps, dims.mhc_eps, dims.sinkhorn_iters),
+    )
+    x, handle, pre, post, comb = (t.unflatten(0, lead) for t in (x, handle, pre, post, comb))
+    return x, handle, Coefficients(pre, post, comb)
+
+
+def write(handle_BTSD: Tensor, y_BTD: Tensor, coefficients: Coefficients) -> Tensor:
+    """The streams after the sublayer, as `models.mhc.write_back`. The handle comes from `read`."""
+    _, post, comb = coefficients
+    flat = (t.flatten(0, 1) for t in (handle_BTSD, y_BTD, post, comb))
+    out: Tensor = _Write.apply(*flat)  # type: ignore[no-untyped-call]
+    return out.view_as(handle_BTSD)
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        streams: Tensor,
+        mix: Tensor | None,
+        weight: Tensor,
+        base: Tensor,
+        scale: Tensor,
+        gain: Tensor,
+        queue: WeightGradQueue | None,
+        constants: tuple[float, float, int],
+    ) -> tuple[Tensor, ...]:
+        x, z, projected, inverse, pre, post, comb = _read(
+            streams, mix, weight, base, scale, gain, *constants
+        )
+        ctx.set_materialize_grads(False)
+        own = pre if mix is None else mix
+        ctx.save_for_backward(streams, own, weight, base, scale, gain, z, projected, inverse, comb)
+        ctx.queue, ctx.parameter, ctx.constants = queue, weight, constants
+        ctx.is_own = mix is None
+        return x, streams.view_as(streams), pre, post, comb
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dx, dhandle, dpre, dpost, dcomb = grads
+        streams, mix, weight, base, scale, gain, z, projected, inverse, comb = ctx.saved_tensors
+        like = [z, streams, None, mix, comb]
+        dx, dhandle, _, dpost, dcomb = (
+            torch.zeros_like(t) if g is None and t is not None else g
+            for g, t in zip((dx, dhandle, None, dpost, dcomb), like, strict=True)
+        )
+        dstreams, dmix, dprojected, dbase, dscale, dgain = _read_backward(
+            dx, dhandle, dpre, dpost, dcomb, streams, mix, weight, base, scale, gain, z,
+            projected, inverse, comb, *ctx.constants, ctx.is_own, ctx.needs_input_grad[1],
+        )  # fmt: skip
+        held = streams.detach()
+        dweight = now_or_later(ctx.queue, ctx.parameter, lambda: _weight_grad(dprojected, held))
+        return (
+            dstreams,
+            dmix if ctx.needs_input_grad[1] else None,
+            dweight,
+            dbase,
+            dscale,
+            dgain,
+            None,
+            None,
+        )
+
+
+class _Write(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        ctx.save_for_backward(handle, y, post)
+        out: Tensor = _write(handle, y, post, comb)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        handle, y, post = ctx.saved_tensors
+        dout = dout.contiguous()
+        # As it came: `read`'s backward, which has comb, mixes it.
+        return dout, *_write_backward(dout, handle, y, post)
+
+
+# The ops
+
+
+@torch.library.custom_op("ppruntime::mhc_read", mutates_args=())
+def _read(
+    streams: Tensor,
+    mix: Tensor | None,
+    weight: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    gain: Tensor,
+    norm_eps: float,
+    mhc_eps: float,
+    num_iters: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(x [N, D], z [N, D] before the norm, projection [N, C], 1 / rms of streams and z [N, 2], pre
+    [N, S], post [N, S], comb [N, S, S]); x and z in the streams' dtype, the rest fp32."""
+    outputs = _read_outputs(streams, weight)
+    x, z, projected, inverse, pre, post, comb = outputs
+    num_tokens, num_streams, width = streams.shape
+    if num_tokens:
+        tokens = 16 if INTERPRETED.value else 32
+        kernels.read_kernel[(-(-num_tokens // tokens),)](
+            streams.contiguous(), None if mix is None else mix.contiguous(), weight, base, scale,
+            gain, x, z, projected, inverse, pre, post, comb,
+            num_tokens, norm_eps, mhc_eps, num_streams, width, weight.shape[0],
+            _padded(weight.shape[0]), num_iters, tokens, _CHANNELS, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return outputs
+
+
+def _read_outputs(
+    streams: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_tokens, num_streams, width = streams.shape
+
+    def wide(*shape: int) -> Tensor:
+        return streams.new_empty(num_tokens, *shape, dtype=torch.float32)
+
+    return (
+        streams.new_empty(num_tokens, width),
+        streams.new_empty(num_tokens, width),
+        wide(weight.shape[0]),
+        wide(2),
+        wide(num_streams),
+        wide(num_streams),
+        wide(num_streams, num_streams),
+    )
+
+
+@_read.register_fake
+def _(
+    streams: Tensor,
+    mix: Tensor | None,
+    weight: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    gain: Tensor,
+    norm_eps: float,
+    mhc_eps: float,
+    num_iters: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _read_outputs(streams, weight)
+
+
+@torch.library.custom_op("ppruntime::mhc_read_backward", mutates_args=())
+def _read_backward(
+    dx: Tensor,
+    dhandle: Tensor,
+    dpre: Tensor | None,
+    dpost: Tensor,
+    dcomb: Tensor,
+    streams: Tensor,
+    mix: Tensor,
+    weight: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    gain: Tensor,
+    z: Tensor,
+    projected: Tensor,
+    inverse: Tensor,
+    comb: Tensor,
+    norm_eps: float,
+    mhc_eps: float,
+    num_iters: int,
+    is_own: bool,
+    wants_mix: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of streams, mix (if `wants_mix`; [N, S] of nothing otherwise), projection, base,
+    scale and gain. `is_own`: the mix was this connection's pre."""
+    num_tokens, num_streams, width = streams.shape
+    num_coefficients = weight.shape[0]
+    dstreams = torch.empty_like(streams, memory_format=torch.contiguous_format)
+    dmix, draw = torch.empty_like(mix), torch.empty_like(projected)
+    if num_tokens == 0:
+        dbase, dscale, dgain = (torch.zeros_like(t) for t in (base, scale, gain))
+        return dstreams, dmix, torch.empty_like(projected), dbase, dscale, dgain
+    streams, mix, dhandle = streams.contiguous(), mix.contiguous(), dhandle.contiguous()
+    num_programs = -(-num_tokens // _NORM_TOKENS)
+    dz = torch.empty_like(z)
+    dgains = z.new_empty(num_programs, width, dtype=torch.float32)
+    kernels.norm_backward_kernel[(num_programs,)](
+        dx.contiguous(), z, inverse, gain, dz, dgains, num_tokens,
+        width, _power_of_two(width), _NORM_TOKENS, num_warps=8,
+    )  # fmt: skip
+    if is_own:
+        kernels.mix_backward_kernel[(num_tokens,)](
+            dz, streams, dmix, num_streams, width, _row_block(width), num_warps=4
+        )
+        dpre = dmix if dpre is None else dpre + dmix
+    dprojected = torch.empty_like(projected)
+    through_rms = inverse.new_empty(num_tokens)
+    totals = projected.new_empty(2 * num_iters - 1, num_tokens, num_streams)
+    kernels.coefficients_backward_kernel[(-(-num_tokens // 32),)](
+        projected, inverse, base, scale, None if dpre is None else dpre.contiguous(),
+        dpost.contiguous(), dcomb.contiguous(), totals, draw, dprojected, through_rms,
+        num_tokens, mhc_eps, num_streams, width, num_coefficients, num_iters, 32, num_warps=4,
+    )  # fmt: skip
+    tokens = 16 if INTERPRETED.value else 32
+    kernels.read_backward_kernel[(-(-num_tokens // tokens),)](
+        dhandle, dz, streams, mix, comb, dprojected, through_rms, weight, dstreams,
+        dmix if wants_mix and not is_own else None, num_tokens, num_streams, width,
+        num_coefficients, _padded(num_coefficients), tokens, _CHANNELS, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    sizes = [num_streams, num_streams, num_streams**2]
+    of_scale = torch.split((draw * projected * inverse[:, :1]).sum(0), sizes)
+    dscale = torch.stack([part.sum() for part in of_scale])
+    return dstreams, dmix, dprojected, draw.sum(0), dscale, dgains.sum(0).to(gain.dtype)
+
+
+@_read_backward.register_fake
+def _(
+    dx: Tensor,
+    dhandle: Tensor,
+    dpre: Tensor | None,
+    dpost: Tensor,
+    dcomb: Tensor,
+    streams: Tensor,
+    mix: Tensor,
+    weight: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    gain: Tensor,
+    z: Tensor,
+    projected: Tensor,
+    inverse: Tensor,
+    comb: Tensor,
+    norm_eps: float,
+    mhc_eps: float,
+    num_iters: int,
+    is_own: bool,
+    wants_mix: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    like = (streams, mix, projected, base, scale, gain)
+    dstreams, *others = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in like)
+    return dstreams, others[0], others[1], others[2], others[3], others[4]
+
+
+@torch.library.custom_op("ppruntime::mhc_weight_grad", mutates_args=())
+def _weight_grad(dprojected: Tensor, streams: Tensor) -> Tensor:
+    """[C, S D] fp32: the gradient of the projection's weight, tokens summed in order."""
+    num_tokens, num_streams, width = streams.shape
+    num_coefficients, num_channels = dprojected.shape[1], num_streams * width
+    dweight = dprojected.new_zeros(num_coefficients, num_channels)
+    if num_tokens:
+        tokens = 16 if INTERPRETED.value else 64
+        kernels.weight_grad_kernel[(-(-num_channels // _CHANNELS),)](
+            dprojected, streams.contiguous(), dweight, num_tokens, num_channels,
+            num_coefficients, _padded(num_coefficients), tokens, _CHANNELS,
+            num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return dweight
+
+
+@_weight_grad.register_fake
+def _(dprojected: Tensor, streams: Tensor) -> Tensor:
+    return dprojected.new_empty(dprojected.shape[1], streams.shape[1] * streams.shape[2])
+
+
+@torch.library.custom_op("ppruntime::mhc_write", mutates_args=())
+def _write(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """[N, S, D]: post_j y + sum_i comb_ij X_i."""
+    num_tokens, num_streams, width = streams.shape
+    out = torch.empty_like(streams, memory_format=torch.contiguous_format)
+    if num_tokens:
+        block = _row_block(width)
+        kernels.write_kernel[(num_tokens, -(-width // block))](
+            streams.contiguous(), y.contiguous(), post.contiguous(), comb.contiguous(), out,
+            num_streams, width, block, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@_write.register_fake
+def _(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    return torch.empty_like(streams, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("ppruntime::mhc_write_backward", mutates_args=())
+def _write_backward(
+    dout: Tensor, streams: Tensor, y: Tensor, post: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of y, post and comb."""
+    num_tokens, num_streams, width = streams.shape
+    dy = torch.empty_like(y, memory_format=torch.contiguous_format)
+    dpost = post.new_empty(num_tokens, num_streams)
+    dcomb = post.new_empty(num_tokens, num_streams, num_streams)
+    if num_tokens:
+        kernels.write_backward_kernel[(num_tokens,)](
+            dout.contiguous(), streams.contiguous(), y.contiguous(), post.contiguous(),
+            dy, dpost, dcomb, num_streams, width, _row_block(width), num_warps=4,
+        )  # fmt: skip
+    return dy, dpost, dcomb
+
+
+@_write_backward.register_fake
+def _(dout: Tensor, streams: Tensor, y: Tensor, post: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens, num_streams, _ = streams.shape
+    return (
+        torch.empty_like(y, memory_format=torch.contiguous_format),
+        post.new_empty(num_tokens, num_streams),
+        post.new_empty(num_tokens, num_streams, num_streams),
+    )
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _padded(num_coefficients: int) -> int:
+    """Columns of the projection's tile: a product has 16 at least."""
+    return max(16, _power_of_two(num_coefficients))
+
+
+def _row_block(width: int) -> int:
+    return min(_ROW_BLOCK, max(16, _power_of_two(width)))
+
+
+def _check(
+    connection: HyperConnection, norm: RMSNorm, streams_BTSD: Tensor, mix_BTS: Tensor | None
+) -> None:
+    num_streams = streams_BTSD.shape[2]
+    if num_streams not in (2, 4, 8):
+        raise ValueError(
+            f"mhc: {num_streams} streams; the kernels take 2, 4 or 8, the reference any number"
+        )
+    wide: list[Tensor] = [connection.projection.weight, connection.base, connection.scale]
+    wide += [] if mix_BTS is None else [mix_BTS]
+    if any(t.dtype != torch.float32 for t in wide):
+        found = ", ".join(str(t.dtype) for t in wide)
+        raise ValueError(f"mhc: weights, base, scale and mix have to be float32, got {found}")
+    allowed = (torch.bfloat16,) if streams_BTSD.is_cuda else (torch.bfloat16, torch.float32)
+    if streams_BTSD.dtype not in allowed or norm.weight.dtype not in allowed:
+        raise ValueError(
+            f"mhc: streams are {streams_BTSD.dtype} and the norm's gain {norm.weight.dtype}; they "
+            "have to be bfloat16 (or float32 in the interpreter)"
+        )
+    if not streams_BTSD.is_cuda and not INTERPRETED.value:
+        raise RuntimeError(
+            f"mhc: the kernels need a CUDA device, streams are on {streams_BTSD.device}; use the "
+            "reference, or set TRITON_INTERPRET=1 before the first import"
+        )

@@ -1,0 +1,68 @@
+"""Compiles the kernels of the head and of mHC for sm_90, without a GPU, at V4.1's and V4's width.
+
+Prints what came out, as JSON. Needs Triton imported without TRITON_INTERPRET: run it in a process
+of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import torch
+from offline_compile import Compiled, captured
+
+from ppruntime.models.kernels import head, mhc
+
+NUM_TOKENS, NUM_STREAMS = 8192, 4
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def compile_head(vocab: int) -> list[Compiled]:
+    logits = meta(2048, vocab, dtype=torch.float32)
+    labels = meta(2048, dtype=torch.int64)
+    with captured() as found:
+        head._softmax_grad._init_fn(logits, labels, torch.bfloat16)
+    return found
+
+
+def compile_mhc(width: int, own_mix: bool) -> list[Compiled]:
+    fp32 = torch.float32
+    num_coefficients = 2 * NUM_STREAMS + NUM_STREAMS**2
+    streams, y = meta(NUM_TOKENS, NUM_STREAMS, width), meta(NUM_TOKENS, width)
+    mix = meta(NUM_TOKENS, NUM_STREAMS, dtype=fp32)
+    weight = meta(num_coefficients, NUM_STREAMS * width, dtype=fp32)
+    base, scale = meta(num_coefficients, dtype=fp32), meta(3, dtype=fp32)
+    gain, constants = meta(width), (1e-20, 1e-6, 20)
+    with captured() as found:
+        x, z, projected, inverse, pre, post, comb = mhc._read._init_fn(
+            streams, None if own_mix else mix, weight, base, scale, gain, *constants
+        )
+        mhc._write._init_fn(streams, y, post, comb)
+        _, dpost, dcomb = mhc._write_backward._init_fn(streams, streams, y, post)
+        mhc._read_backward._init_fn(
+            x, streams, pre, dpost, dcomb, streams, mix, weight, base, scale, gain, z,
+            projected, inverse, comb, *constants, own_mix, True,
+        )  # fmt: skip
+        mhc._weight_grad._init_fn(projected, streams)
+    return found
+
+
+def main() -> None:
+    kernels = {
+        "head": compile_head(129_280),
+        "mhc 5120": compile_mhc(5120, own_mix=False),
+        "mhc 4096, own mix": compile_mhc(4096, own_mix=True),
+    }
+    found = {
+        f"{place}: {kernel.name}": asdict(kernel) for place, of in kernels.items() for kernel in of
+    }
+    json.dump(found, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()
