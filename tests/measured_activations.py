@@ -5,7 +5,7 @@ On the meta device tensors have shapes and no memory, so that a full model's uni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ppruntime.models.activation_bytes import Kept
 from ppruntime.models.carry import CROSSING, DIFFERENTIABLE, Carry, MicroBatch
 from ppruntime.models.dims import ModelDims, UnitSpec, carry_shape, unit_specs
+from ppruntime.models.save_points import SavePoint, point_of
 from ppruntime.models.units import build_unit
 
 
@@ -29,6 +31,8 @@ class Measured:
     """Each piece of memory once; parameters, buffers, tokens and the carry's not counted."""
     kept_fields: frozenset[str]
     """Crossing fields of the carry, got or given, whose memory it holds."""
+    results: Mapping[SavePoint, Kept]
+    """What the ops of each save point gave, and how much of it autograd holds."""
 
 
 def measure_on_meta(
@@ -57,7 +61,7 @@ def measure(units: Sequence[torch.nn.Module], carry: Carry, tokens: MicroBatch) 
         saved.append(tensor)
         return tensor
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors_hooks(pack, lambda tensor: tensor), _Results() as results:
         for unit in units:
             carries.append(unit(carries[-1], tokens))
     fields = {
@@ -73,7 +77,28 @@ def measure(units: Sequence[torch.nn.Module], carry: Carry, tokens: MicroBatch) 
     return Measured(
         sum(size for address, size in sizes.items() if address not in elsewhere),
         frozenset(fields[address] for address in sizes if fields.get(address) in CROSSING),
+        {
+            point: Kept(
+                sum(t.untyped_storage().nbytes() for t in tensors),
+                sum(t.untyped_storage().nbytes() for t in tensors if storage(t) in sizes),
+            )
+            for point, tensors in results.made.items()
+        },
     )
+
+
+class _Results(TorchDispatchMode):
+    """Keeps what the ops of each save point give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[SavePoint, list[Tensor]] = {point: [] for point in SavePoint}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if (point := point_of(func.name())) is not None:
+            self.made[point] += [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        return result
 
 
 def bytes_left_behind(run: Callable[[], object]) -> int:

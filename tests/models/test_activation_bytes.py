@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 
 from ppruntime.models import sparse_attention
-from ppruntime.models.activation_bytes import kept_fields, saved_bytes
+from ppruntime.models.activation_bytes import kept_fields, kept_results, saved_bytes
 from ppruntime.models.carry import Carry, MicroBatch
 from ppruntime.models.dims import ModelDims, UnitSpec, preset, unit_specs
 from ppruntime.models.init import init_parameters
@@ -25,6 +25,10 @@ def assert_formula_is_exact(
         place = f"{spec.name} ({spec.role}) of {batch} x {seq_len} in {dtype}"
         assert saved_bytes(dims, spec, batch, seq_len, dtype) == measured.own_bytes, place
         assert kept_fields(dims, spec, batch, seq_len, dtype) == measured.kept_fields, place
+        if spec.layer is not None:
+            for point, kept in measured.results.items():
+                ours = kept_results(dims, spec, frozenset({point}), batch, seq_len, dtype)
+                assert ours == kept, f"{place}: {point}"
 
 
 def one_of_each_kind(dims: ModelDims) -> tuple[UnitSpec, ...]:

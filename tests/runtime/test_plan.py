@@ -21,7 +21,7 @@ from ppruntime import memory
 from ppruntime.build import build_stage
 from ppruntime.config import Config, load
 from ppruntime.memory import activation_bytes, gradient_bytes, recompute_bytes, state_bytes
-from ppruntime.models.activation_bytes import saved_bytes
+from ppruntime.models.activation_bytes import kept_results, saved_bytes
 from ppruntime.models.carry import DIFFERENTIABLE, MicroBatch
 from ppruntime.models.dims import boundary_bytes, preset, unit_parameters, unit_specs
 from ppruntime.models.init import init_parameters
@@ -32,6 +32,7 @@ from ppruntime.order import make_order
 from ppruntime.plan import balanced_layers, cut, train_flops_per_token
 from ppruntime.plan_report import plan_json, plan_text, report
 from ppruntime.ranks import Layout, join, leave
+from ppruntime.recompute import kept_points
 from ppruntime.schedules.ops import Kind
 from ppruntime.stage import Stage
 from ppruntime.text_table import short, short_bytes, text_table
@@ -159,11 +160,25 @@ def random_tokens(config: Config) -> MicroBatch:
     return MicroBatch(ids, ids.roll(-1, 1), positions)
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", ["tiny", "tiny-v4"])
+MODES = {
+    "none": ["ac.mode=none"],
+    "full": ["ac.mode=full"],
+    "full_moe, Engram too": ["ac.mode=full_moe", "ac.recompute_engram=true"],
+    "projections": ["ac.mode=projections"],
+    "attention": ["ac.mode=attention"],
+    "matmul": ["ac.mode=matmul"],
+    "pairs": [
+        "ac.mode=full_moe",
+        'ac.layer_modes={"0" = ["none", "matmul"], "2" = ["attention", "none"], "5" = "full"}',
+    ],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("model", "precision"), [("tiny", "fp32"), ("tiny-v4", "bf16")])
 def test_a_micro_batch_in_flight_holds_the_planned_bytes(model, precision, mode):
-    config = tiny(f"model.name={model}", f"train.precision={precision}", f"ac.mode={mode}")
+    overrides = MODES[mode] if model == "tiny" else MODES[mode][:1]
+    config = tiny(f"model.name={model}", f"train.precision={precision}", *overrides)
     dims, tokens = config.model.dims, random_tokens(config)
     # A stage that ends in the middle of shared keys, one without units, one that only reads.
     plan = cut(dims, range(4), (2.5, 0, 3.5, 2), seq_len=32)
@@ -175,10 +190,10 @@ def test_a_micro_batch_in_flight_holds_the_planned_bytes(model, precision, mode)
         ]
         for spec, unit in zip(planned.units, units, strict=True):
             init_parameters(unit, spec.name, seed=0)
-        halves = [spec.layer is not None for spec in planned.units]
+        kept = [kept_points(config, spec) for spec in planned.units]
         wrap_units(
             units,
-            recompute=[mode == "full" and half for half in halves],
+            recompute=kept,
             sharding=None,
             fp32_names=[()] * len(units),
         )
@@ -198,10 +213,10 @@ def test_a_micro_batch_in_flight_holds_the_planned_bytes(model, precision, mode)
             stage.loads.clear()
 
         left = bytes_left_behind(forward) - sum(t.nbytes for t in sent)
-        if mode == "full":  # the carry that recomputed halves keep has a few counters in it, too
-            before_others = planned.units[: max((i for i, h in enumerate(halves) if h), default=0)]
-            num_moe = sum(spec.kind == "moe" for spec in before_others)
-            left -= num_moe * (8 * dims.num_experts + 4)
+        # The carry that recomputed halves keep has a few counters in it, too.
+        last = max((i for i, points in enumerate(kept) if points is not None), default=0)
+        num_moe = sum(spec.kind == "moe" for spec in planned.units[:last])
+        left -= num_moe * (8 * dims.num_experts + 4)
         held = activation_bytes(config, planned)
         assert left == held, planned.index
         assert (held > 0) == bool(units)
@@ -212,9 +227,11 @@ def test_the_largest_recomputed_half_is_made_again():
     config = tiny("ac.mode=full")
     dims = config.model.dims
     (stage,) = cut(dims, (0,), None, seq_len=32)
+    shape = config.train.micro_batch_size, 32, "float32"
     sizes = [
-        saved_bytes(dims, s, config.train.micro_batch_size, 32, "float32")
-        for s in stage.units[1:-1]
+        saved_bytes(dims, spec, *shape)
+        - kept_results(dims, spec, kept_points(config, spec), *shape).saved_again
+        for spec in stage.units[1:-1]
     ]
     assert recompute_bytes(config, stage) == max(sizes)
     assert recompute_bytes(tiny("ac.mode=none"), stage) == 0

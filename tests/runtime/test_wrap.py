@@ -8,6 +8,7 @@ import torch.distributed as dist
 from toy_units import Half, micro_batches
 
 from ppruntime.models.carry import Carry
+from ppruntime.models.save_points import SavePoint
 from ppruntime.wrap import Sharding, hold_gradients, reduce_grads, release_gathered, wrap_units
 
 
@@ -39,13 +40,16 @@ def run(unit: torch.nn.Module) -> list[torch.Tensor]:
     return [made.streams.detach(), given.streams.grad, given.mix.grad]
 
 
-def wrap(unit: torch.nn.Module, *, recompute: bool, sharding: Sharding | None) -> None:
-    wrap_units([unit], recompute=[recompute], sharding=sharding, fp32_names=[frozenset()])
+NOTHING = frozenset[SavePoint]()
+
+
+def wrap(unit: torch.nn.Module, *, sharding: Sharding | None) -> None:
+    wrap_units([unit], recompute=[NOTHING], sharding=sharding, fp32_names=[frozenset()])
 
 
 def test_a_recomputed_unit_runs_twice_and_has_the_same_bits():
     plain, recomputed = half(), half()
-    wrap(recomputed, recompute=True, sharding=None)
+    wrap(recomputed, sharding=None)
     assert all(map(torch.equal, run(plain), run(recomputed)))
     assert (plain.runs, recomputed.runs) == (1, 2)
     for (name, p), (other, q) in zip(
@@ -59,7 +63,7 @@ def _fsdp_stays_outside_the_recompute(rank: int) -> tuple[int, int, bool]:
     dist.init_process_group("gloo")
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     plain, wrapped = half(), half()
-    wrap(wrapped, recompute=True, sharding=Sharding(mesh, torch.float32))
+    wrap(wrapped, sharding=Sharding(mesh, torch.float32))
     calls: list[int] = []
     wrapped.register_forward_pre_hook(lambda *_: calls.append(1))
     hold_gradients([wrapped])
@@ -85,7 +89,7 @@ def _gradients_over_two_ranks(rank: int, dtype: torch.dtype) -> list[torch.Tenso
     unit = half()
     wrap_units(
         [unit],
-        recompute=[False],
+        recompute=[None],
         sharding=Sharding(mesh, dtype),
         fp32_names=[frozenset({"norm"})],
     )

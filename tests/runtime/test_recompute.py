@@ -1,0 +1,214 @@
+"""Activation checkpointing: the bits of every mode, what runs again, and what a config may say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from pipelines import run_local
+from torch.utils._python_dispatch import TorchDispatchMode
+from whole_model import build_units, named_grads, random_batch, run
+
+from ppruntime.config import Config, ConfigError, dumps, load
+from ppruntime.models.carry import MicroBatch
+from ppruntime.models.dims import UnitKind
+from ppruntime.models.linear import WeightGradQueue, set_queue
+from ppruntime.models.save_points import SavePoint, point_of
+from ppruntime.models.units import Unit
+from ppruntime.order import make_order
+from ppruntime.plan import cut
+from ppruntime.plan_report import report
+from ppruntime.recompute import kept_points, mode_of, repeated_flops
+from ppruntime.stage import Stage
+from ppruntime.wrap import wrap_units
+
+TINY = Path(__file__).parents[2] / "launch" / "configs" / "tiny.toml"
+MODES = ("full_moe", "full", "projections", "attention", "matmul")
+PAIRS = (
+    'ac.layer_modes={"0" = "matmul", "1" = ["full", "none"], "2" = ["none", "full_moe"],'
+    ' "3" = ["projections", "matmul"], "4" = "attention", "5" = ["full_moe", "projections"]}'
+)
+MIXED = ("ac.mode=full", "ac.recompute_engram=true", PAIRS)
+
+
+def tiny(*overrides: str) -> Config:
+    short = ("train.seq_len=12", "train.micro_batch_size=1", "model.sinkhorn_iters=2")
+    return load([TINY], [*short, *overrides])
+
+
+def wrapped_units(config: Config) -> list[Unit]:
+    units = build_units(config.model.dims, 2)
+    wrap_units(
+        units,
+        recompute=[kept_points(config, unit.spec) for unit in units],
+        sharding=None,
+        fp32_names=[()] * len(units),
+    )
+    return units
+
+
+# Bits
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return loss_and_grads(tiny())
+
+
+def loss_and_grads(config: Config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    units = wrapped_units(config)
+    carry = run(units, random_batch(config.model.dims, 2, [(13, 18)]))
+    (carry.loss + carry.balance_loss).backward()
+    return carry.loss, named_grads(units)
+
+
+@pytest.mark.parametrize("overrides", [*((f"ac.mode={mode}",) for mode in MODES), MIXED])
+def test_every_mode_has_the_loss_and_the_gradients_of_none(overrides, plain):
+    loss, grads = loss_and_grads(tiny(*overrides))
+    assert torch.equal(loss, plain[0])
+    assert grads.keys() == plain[1].keys()
+    for name, grad in grads.items():
+        assert torch.equal(grad, plain[1][name]), name
+
+
+def step_grads(config: Config, batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
+    """Gradients of one pipeline step."""
+    order, units = make_order(config), wrapped_units(config)
+    plan = cut(
+        config.model.dims,
+        order.computations.stage_to_rank,
+        config.pp.layers_per_stage,
+        seq_len=config.train.seq_len,
+    )
+    stages, rest = [], iter(units)
+    for planned in plan:
+        own, queue = [next(rest) for _ in planned.units], WeightGradQueue()
+        for unit in own:
+            set_queue(unit, queue)
+        ends = {"inputs": planned.inputs, "outputs": planned.outputs}
+        stages.append(Stage(planned.index, own, **ends, queue=queue))
+    run_local(order.lowered, stages, batches, order.slots, timeout_seconds=120)
+    return named_grads(units)
+
+
+def test_every_order_has_the_gradients_of_none_under_a_mixture_of_modes():
+    batches = [random_batch(tiny().model.dims, seed, [(5, 7)]) for seed in range(3)]
+    few = "train.num_micro_batches=3"
+    none = step_grads(tiny("pp.size=2", "pp.schedule=1f1b", few), batches)
+    # Layers 2, 3 and 5 are cut in the middle.
+    halves = "pp.layers_per_stage=[2.5, 1, 2, 2.5]"
+    for name, cuts in (
+        ("1f1b", "pp.layers_per_stage=[2.5, 5.5]"),
+        ("1f1b_w", "pp.layers_per_stage=[3.5, 4.5]"),
+        ("dualpipe_v", halves),
+    ):
+        grads = step_grads(tiny("pp.size=2", f"pp.schedule={name}", few, cuts, *MIXED), batches)
+        assert grads.keys() == none.keys()
+        for parameter, grad in grads.items():
+            assert torch.equal(grad, none[parameter]), f"{name}: {parameter}"
+
+
+# What runs again
+
+
+class Count(TorchDispatchMode):
+    """Counts the ops that really run, by save point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: Counter[SavePoint | None] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.runs[point_of(func.name())] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def times_run(config: Config) -> dict[SavePoint, int]:
+    """How often a backward and its recompute run the ops of each save point. Ops of the backward
+    itself are of no save point, or counted in every mode alike."""
+    units = wrapped_units(config)
+    carry = run(units, random_batch(config.model.dims, 2, [(9,)]))
+    with Count() as count:
+        (carry.loss + carry.balance_loss).backward()
+    return {point: count.runs[point] for point in SavePoint}
+
+
+def test_a_recompute_repeats_what_the_mode_says_and_no_more():
+    by_itself = times_run(tiny())
+    dims = tiny().model.dims
+    layers, engrams = dims.num_layers, len(dims.engram_layers)
+    whole = {
+        SavePoint.EXPERTS: 3 * layers,  # rows, and two products
+        SavePoint.ENGRAM: 2 * engrams,
+        SavePoint.ATTENTION: layers,
+    }
+    for mode in MODES:
+        for recompute_engram in (False, True) if mode == "full" else (False,):
+            gives_up = f"ac.recompute_engram={str(recompute_engram).lower()}"
+            config = tiny(f"ac.mode={mode}", gives_up)
+            again = times_run(config)
+            for point, number in whole.items():
+                kept = any(
+                    point in (kept_points(config, spec) or ())
+                    for stage in cut(dims, (0,), None, seq_len=12)
+                    for spec in stage.units
+                )
+                assert again[point] - by_itself[point] == (0 if kept else number), (mode, point)
+            products = again[SavePoint.PROJECTIONS] - by_itself[SavePoint.PROJECTIONS]
+            assert (products > 0) == (mode not in ("projections", "matmul")), mode
+
+
+def test_modes_are_those_of_layers_and_halves():
+    config = tiny(*MIXED)
+    (stage,) = cut(config.model.dims, (0,), None, seq_len=12)
+    modes = {(s.layer, s.kind): mode_of(config, s) for s in stage.units if s.layer is not None}
+    attention, moe = UnitKind.ATTENTION, UnitKind.MOE
+    assert modes[0, attention] == modes[0, moe] == "matmul"
+    assert (modes[2, attention], modes[2, moe]) == ("none", "full_moe")
+    assert modes[6, attention] == modes[7, moe] == "full"
+    assert kept_points(config, stage.units[0]) is kept_points(config, stage.units[-1]) is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_plan_knows_what_a_mode_costs_and_holds(mode):
+    none, wanted = (report(tiny(f"ac.mode={m}")) for m in ("none", mode))
+    assert wanted.stages[0].activation_bytes < none.stages[0].activation_bytes
+    for spec in cut(tiny().model.dims, (0,), None, seq_len=12)[0].units:
+        again = repeated_flops(tiny(f"ac.mode={mode}"), spec)
+        assert min(again.matmul, again.attention, again.index_scores) >= 0
+        if mode == "matmul":
+            assert again.matmul == again.attention == 0
+
+
+# Configs
+
+
+def test_layer_modes_survive_being_written_and_read(tmp_path):
+    config = tiny(*MIXED)
+    (tmp_path / "again.toml").write_text(dumps(config))
+    assert load([tmp_path / "again.toml"]) == config
+
+
+REFUSED = [
+    ('ac.layer_modes={"8" = "full"}', 'names "8", which is no layer; layers are numbered 0 to 7'),
+    ('ac.layer_modes={"01" = "full"}', 'names "01", which is no layer'),
+    ("ac.layer_modes={}", "names no layer; leave it out"),
+    ('ac.layer_modes={"1" = "fill"}', "fill"),
+    ('ac.layer_modes={"1" = ["full", "none", "none"]}', "ac.layer_modes"),
+    ("ac.mode=everything", "everything"),
+    ("ac.recompute_engram=true", 'has no effect on layers whose mode is "none"'),
+]
+
+
+@pytest.mark.parametrize(("override", "words"), REFUSED)
+def test_a_wrong_mode_is_refused_with_its_remedy(override, words):
+    with pytest.raises(ConfigError) as refusal:
+        tiny(override)
+    assert words in str(refusal.value)
+
+
+def test_recomputing_an_engram_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="the model has no Engram"):
+        tiny("model.name=tiny-v4", "ac.mode=full", "ac.recompute_engram=true")
