@@ -20,6 +20,7 @@ from ppruntime.clocks import CudaClock, HostClock
 from ppruntime.config import Config
 from ppruntime.executor import Executor
 from ppruntime.host_memory import HostPool
+from ppruntime.master_offload import MasterOffload
 from ppruntime.models.dims import ModelDims, UnitKind, UnitSpec, unit_parameters, unit_specs
 from ppruntime.models.head import head_loss
 from ppruntime.models.init import init_parameters
@@ -134,6 +135,10 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
 
     host_pool = HostPool(ranks.device)
     offload = _activation_offload(config, stages, ranks.device, host_pool)
+    masters = None
+    if config.pp.offload_masters:
+        units_of = {index: stage.units for index, stage in stages.items()}
+        masters = MasterOffload(units_of, ranks.device, host_pool)
 
     def executor(schedule: Schedule, *, training: bool) -> Executor:
         rank, clock = ranks.pp_rank, CudaClock() if ranks.device.type == "cuda" else HostClock()
@@ -146,6 +151,7 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
             clock=clock,
             training=training,
             offload=offload if training else None,
+            masters=masters if training else None,
         )
 
     units = tuple(

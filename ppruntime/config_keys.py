@@ -100,7 +100,8 @@ class Pipeline(Section, frozen=True):
     """host: pinned host memory. fp8: on the device, in E4M3 with a power-of-two scale for each 128
     values; only tensors in the compute dtype. Default: exact. Changes numerics (fp8)."""
     offload_masters: bool = False
-    """Keep fp32 masters in host memory between a step's first and last forward. Bitwise."""
+    """Keep sharded fp32 masters in host memory from a stage's first forward of a step until its
+    last one is through. Bitwise."""
     defer_weight_grads: bool = False
     """Compute weight gradients after the input gradient is on its way. Bitwise."""
     recv_lead: Annotated[int, Meta(ge=0, le=1024)] | None = None

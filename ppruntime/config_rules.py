@@ -48,7 +48,6 @@ class _NotBuilt:
 
 _NOT_BUILT = (
     _NotBuilt("pp.gemm_sms", (None,), "leave it out"),
-    _NotBuilt("pp.offload_masters", (False,), "leave it out"),
     _NotBuilt("optim.type", ("adamw", "sign_sgd"), 'use "adamw" or "sign_sgd"'),
     _NotBuilt("ac.mode", ("none", "full"), 'use "none" or "full"'),
     _NotBuilt("ac.layer_modes", (None,), "leave it out; ac.mode holds for every layer"),
@@ -234,6 +233,24 @@ def _activation_offload(config: Config) -> Iterator[Broken]:
         )
 
 
+def _offload_masters(config: Config) -> Iterator[Broken]:
+    key = "pp.offload_masters"
+    if not config.pp.offload_masters:
+        return
+    if config.train.precision == "fp32" and config.parallel.num_data_ranks == 1:
+        yield (
+            key,
+            f'{key} = true has no effect with train.precision = "fp32" on one data rank, where the'
+            ' weights are their own masters; leave it out, or use "bf16"',
+        )
+    if config.train.num_micro_batches < 2:
+        yield (
+            key,
+            f"{key} = true has no effect with train.num_micro_batches = 1: first and last forward"
+            " are one; leave it out",
+        )
+
+
 def _transport(config: Config) -> Iterator[Broken]:
     pp = config.pp
     for name, kind in (("transport_ctas", "nccl"), ("recv_lead", "nccl"), ("nccl_library", "put")):
@@ -407,6 +424,7 @@ _RULES: tuple[Rule, ...] = (
     _warmup,
     _deferred_weight_grads,
     _activation_offload,
+    _offload_masters,
     _experts,
     _transport,
     _data_path,

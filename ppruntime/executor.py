@@ -18,6 +18,8 @@ from torch.profiler import record_function
 
 from ppruntime.activation_offload import ActivationOffload
 from ppruntime.clocks import Clock, OpTimes
+from ppruntime.master_moments import master_moments
+from ppruntime.master_offload import MasterOffload
 from ppruntime.models.carry import MicroBatch
 from ppruntime.schedules.ops import Kind, Op, Schedule, ScheduleError
 from ppruntime.transports.base import Channel, Transport
@@ -71,7 +73,8 @@ class Executor:
 
     `schedule` is lowered (transfers and frees are ops of it) and checked. With `training` False
     the forwards run without gradients; the order then has no backward. An order that moves
-    activations away (OFFLOAD, OFFLOADED, RELOAD) needs `offload`.
+    activations away (OFFLOAD, OFFLOADED, RELOAD) needs `offload`. `masters` are away for as long
+    as the order does not need them.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Executor:
         clock: Clock[Any],  # host and device stamps differ
         training: bool = True,
         offload: ActivationOffload | None = None,
+        masters: MasterOffload | None = None,
     ) -> None:
         self._rank = rank
         self._transport = transport
@@ -92,7 +96,7 @@ class Executor:
         self._stages = stages
         self._ports = {index: _Ports.of(index, channels) for index in stages}
         self._training = training
-        self._offload = offload
+        self._offload, self._masters = offload, masters
         self._moved = {
             (op.stage, op.micro_batch) for op in schedule.ops(rank) if op.kind is Kind.OFFLOAD
         }
@@ -101,10 +105,10 @@ class Executor:
         self._times: list[OpTimes[Any]] = []
         self._ready = clock()
         self._stage_done: Callable[[int], None] | None = None
-        last = {op.stage: op for op in schedule.ops(rank)}
+        ops = list(schedule.ops(rank))
+        before, after = self._around(ops)
         self._program = tuple(
-            (str(op), self._with_end(op) if op is last[op.stage] else self._bind(op))
-            for op in schedule.ops(rank)
+            (str(op), _joined(before.get(op), self._bind(op), after.get(op))) for op in ops
         )
 
     def run(
@@ -134,6 +138,7 @@ class Executor:
             error.add_note(f"rank {self._rank} was in {text}")
             self._transport.abort(f"rank {self._rank} failed in {text}: {error}")
             raise
+        self._batches = ()
         assert not self._outbox, f"rank {self._rank} never sent {sorted(self._outbox)}"
         for stage in self._stages.values():
             assert not stage.num_in_flight, f"stage {stage.index} has work left after the order"
@@ -187,15 +192,28 @@ class Executor:
             case Kind.RELOAD:
                 return partial(self._offload_for(op).reload, (op.stage, m))
 
-    def _with_end(self, op: Op) -> Callable[[], None]:
-        act = self._bind(op)
+    def _around(
+        self, ops: Sequence[Op]
+    ) -> tuple[Mapping[Op, Callable[[], None]], Mapping[Op, Callable[[], None]]]:
+        """What is done before and after some ops, on behalf of a whole stage."""
+        before: dict[Op, Callable[[], None]] = {}
+        after: dict[Op, Callable[[], None]] = {
+            op: partial(self._end_stage, op.stage) for op in _last_of_each_stage(ops)
+        }
+        if self._masters is not None:
+            for stage in self._stages:
+                if (moments := master_moments(ops, stage)) is not None:
+                    after[moments.leave] = partial(self._masters.leave, stage)
+                    before[moments.left] = partial(self._masters.left, stage)
+                    back = partial(self._masters.come_back, stage)
+                    after[moments.through] = _joined(back, after.get(moments.through))
+        return before, after
 
-        def then_done() -> None:
-            act()
-            if self._stage_done is not None:
-                self._stage_done(op.stage)
-
-        return then_done
+    def _end_stage(self, stage: int) -> None:
+        if self._masters is not None:
+            self._masters.arrive(stage)
+        if self._stage_done is not None:
+            self._stage_done(stage)
 
     def _offload_for(self, op: Op) -> ActivationOffload:
         if self._offload is None:
@@ -251,6 +269,21 @@ class Executor:
 
     def _send(self, channel: Channel, m: int) -> None:
         self._transport.send(channel, m, self._outbox.pop((channel.id, m)))
+
+
+def _last_of_each_stage(ops: Iterable[Op]) -> Iterable[Op]:
+    return {op.stage: op for op in ops}.values()
+
+
+def _joined(*acts: Callable[[], None] | None) -> Callable[[], None]:
+    """One call for those that are there."""
+    given = [act for act in acts if act is not None]
+
+    def act_all() -> None:
+        for act in given:
+            act()
+
+    return given[0] if len(given) == 1 else act_all
 
 
 def _open(channel: Channel | None, op: Op) -> Channel:

@@ -63,6 +63,19 @@ def state_bytes(config: Config, stage: StagePlan) -> StateBytes:
     return StateBytes(weights, gradients, optimizer)
 
 
+def sharded_master_bytes(config: Config, stage: StagePlan) -> int:
+    """fp32 masters of the stage on one rank that are apart from its weights."""
+    wide = config.train.precision == "fp32"
+    if wide and config.parallel.num_data_ranks == 1:
+        return 0
+    return sum(
+        _shares(config, parameter)[1] * _FP32
+        for spec in stage.units
+        for parameter in unit_parameters(config.model.dims, spec)
+        if wide or not parameter.fp32
+    )
+
+
 def activation_bytes(config: Config, stage: StagePlan) -> int:
     """Bytes that the stage keeps of one micro-batch from its forward to its backward: what autograd
     saves and, between its units, the carry, each piece of memory once.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ppruntime.config_keys import Config
-from ppruntime.memory import activation_bytes, compute_dtype_name
+from ppruntime.memory import activation_bytes, compute_dtype_name, sharded_master_bytes
 from ppruntime.models.dims import DTYPE_BYTES
 from ppruntime.order import Order
 from ppruntime.plan import StagePlan, train_flops_per_token
@@ -33,13 +33,20 @@ def leaving_bytes(config: Config, stage: StagePlan) -> int:
     return moved
 
 
-def host_bytes(config: Config, order: Order, leaving: Mapping[int, int]) -> int:
+def master_bytes(config: Config, stage: StagePlan) -> int:
+    """Bytes of the stage's sharded fp32 masters; 0 where they are not offloaded."""
+    return sharded_master_bytes(config, stage) if config.pp.offload_masters else 0
+
+
+def host_bytes(
+    config: Config, order: Order, leaving: Mapping[int, int], masters: Mapping[int, int]
+) -> int:
     """The most that the offloaded micro-batches of some stages of one rank take up on the host,
-    from OFFLOAD to RELOAD. Less than a page each comes on top."""
-    if config.pp.offload_target != "host":
-        return 0
+    from OFFLOAD to RELOAD, and all their masters. Less than a page each comes on top."""
     rank = order.computations.stage_to_rank[min(leaving)]
-    held = peak = 0
+    held = peak = sum(masters.values())
+    if config.pp.offload_target != "host":
+        return peak
     for op in order.lowered.ops(rank):
         if op.stage in leaving and op.kind is Kind.OFFLOAD:
             held += leaving[op.stage]
@@ -51,11 +58,11 @@ def host_bytes(config: Config, order: Order, leaving: Mapping[int, int]) -> int:
 
 def offload_text(config: Config, order: Order, plan: Sequence[StagePlan]) -> str | None:
     """One line on what is moved, and how fast the device may be before the link holds it up; None
-    if nothing is copied. In a long step every micro-batch's computations have one copy in each
-    direction to hide."""
+    if nothing is. In a long step every micro-batch's computations have one copy in each direction
+    to hide; masters have the whole step."""
     pp, train = config.pp, config.train
     if not pp.activation_offload:
-        return None
+        return "offload: masters" if pp.offload_masters else None
     if pp.offload_target == "fp8":
         return "offload: activations wait as FP8 on the device; changes numerics"
     moving = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ppruntime.config_keys import Config
+from ppruntime.master_moments import master_moments
 from ppruntime.memory import (
     activation_bytes,
     compute_dtype_name,
@@ -19,12 +20,12 @@ from ppruntime.memory import (
     state_bytes,
 )
 from ppruntime.models.dims import boundary_bytes, counts, forward_flops_per_token
-from ppruntime.offload_plan import host_bytes, leaving_bytes, offload_text
+from ppruntime.offload_plan import host_bytes, leaving_bytes, master_bytes, offload_text
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut, train_flops_per_token
 from ppruntime.schedules.costs import Costs
 from ppruntime.schedules.counts import Edge, num_transfers
-from ppruntime.schedules.ops import Kind
+from ppruntime.schedules.ops import Kind, Op
 from ppruntime.schedules.timeline import simulate
 from ppruntime.text_table import short, short_bytes, text_table
 
@@ -48,7 +49,7 @@ class StageReport:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    """Masters and both moments."""
+    """Masters and both moments; masters that are away at the peak are not in it."""
     activation_bytes: int
     """Of all micro-batches in flight at the stage's peak, beside what lies in receive buffers."""
     recompute_bytes: int
@@ -228,8 +229,9 @@ def _stages(
     reports = []
     for stage in plan:
         s, state = stage.index, state_bytes(config, stage)
-        in_flight = _peak(order, {s: 1}, {s: 0})
-        leaving = {s: leaving_bytes(config, stage)}
+        in_flight = _peak(order, {s: 1}, {s: 0}).activations
+        leaving, masters = {s: leaving_bytes(config, stage)}, {s: master_bytes(config, stage)}
+        held = _peak(order, {s: per_micro_batch[s]}, leaving, masters)
         reports.append(
             StageReport(
                 stage=s,
@@ -242,11 +244,11 @@ def _stages(
                 boundary_bytes=_boundary(config, stage),
                 weight_bytes=state.weights,
                 gradient_bytes=state.gradients,
-                optimizer_bytes=state.optimizer,
-                activation_bytes=_peak(order, {s: per_micro_batch[s]}, leaving),
+                optimizer_bytes=state.optimizer - masters[s] + held.masters,
+                activation_bytes=held.activations,
                 recompute_bytes=recompute_bytes(config, stage),
                 slot_bytes=_slot_bytes(config, order, plan, stage),
-                host_bytes=host_bytes(config, order, leaving),
+                host_bytes=host_bytes(config, order, leaving, masters),
                 in_flight=in_flight,
             )
         )
@@ -265,8 +267,11 @@ def _rank(
     leaving = {stage.index: leaving_bytes(config, stage) for stage in plan}
     weights = sum(s.weight_bytes for s in stages)
     gradients = sum(s.gradient_bytes for s in stages)
-    optimizer = sum(s.optimizer_bytes for s in stages)
-    activations = _peak(order, {s.stage: per_micro_batch[s.stage] for s in stages}, leaving)
+    masters = {stage.index: master_bytes(config, stage) for stage in plan}
+    held = _peak(order, {s.stage: per_micro_batch[s.stage] for s in stages}, leaving, masters)
+    optimizer = sum(state_bytes(config, stage).optimizer for stage in plan)
+    optimizer += held.masters - sum(masters.values())
+    activations = held.activations
     recompute = max(s.recompute_bytes for s in stages)
     slots = sum(s.slot_bytes for s in stages)
     return RankReport(
@@ -279,7 +284,7 @@ def _rank(
         recompute_bytes=recompute,
         slot_bytes=slots,
         total_bytes=weights + gradients + optimizer + activations + recompute + slots,
-        host_bytes=host_bytes(config, order, leaving),
+        host_bytes=host_bytes(config, order, leaving, masters),
     )
 
 
@@ -328,16 +333,36 @@ def _held_bytes(config: Config, plan: Sequence[StagePlan], stage: StagePlan) -> 
     return received + activation_bytes(config, stage)
 
 
-def _peak(order: Order, sizes: Mapping[int, int], moved: Mapping[int, int]) -> int:
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a rank holds of what comes and goes."""
+
+    activations: int
+    masters: int
+
+
+def _peak(
+    order: Order,
+    sizes: Mapping[int, int],
+    moved: Mapping[int, int],
+    masters: Mapping[int, int] | None = None,
+) -> _Held:
     """The most that is held at once of some stages of one rank, `sizes` being what a micro-batch in
     flight weighs on each: from F to B, or to W where the backward is split; less `moved` between
-    OFFLOADED and RELOAD."""
+    OFFLOADED and RELOAD. `masters` by stage come and go if they are given."""
     rank = order.computations.stage_to_rank[min(sizes)]
-    held = peak = 0
-    for op in order.lowered.ops(rank):
+    ops = list(order.lowered.ops(rank))
+    changes: dict[Op, int] = {}  # of masters, before the op if negative, else after it
+    for stage, size in (masters or {}).items():
+        if (moments := master_moments(ops, stage)) is not None:
+            changes |= {moments.left: -size, moments.through: size}
+    here = sum((masters or {}).values())
+    held, peak = 0, _Held(0, here)
+    for op in ops:
         if op.stage not in sizes:
             continue
-        size = sizes[op.stage]
+        size, change = sizes[op.stage], changes.get(op, 0)
+        here += min(change, 0)
         if op.kind is Kind.F:
             held += size
         elif op.kind in (Kind.B, Kind.W):
@@ -346,7 +371,9 @@ def _peak(order: Order, sizes: Mapping[int, int], moved: Mapping[int, int]) -> i
             held -= moved[op.stage]
         elif op.kind is Kind.RELOAD:
             held += moved[op.stage]
-        peak = max(peak, held)
+        here += max(change, 0)
+        if held + here > peak.activations + peak.masters:
+            peak = _Held(held, here)
     return peak
 
 

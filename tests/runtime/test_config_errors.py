@@ -292,6 +292,16 @@ RULES = [
         "optim.apply_in_backward = true frees them one by one; leave one of them out",
     ),
     (
+        "pp.offload_masters=true train.precision=fp32",
+        'pp.offload_masters = true has no effect with train.precision = "fp32" on one data rank, '
+        'where the weights are their own masters; leave it out, or use "bf16"',
+    ),
+    (
+        "pp.offload_masters=true train.precision=bf16 train.num_micro_batches=1",
+        "pp.offload_masters = true has no effect with train.num_micro_batches = 1: first and last "
+        "forward are one; leave it out",
+    ),
+    (
         "parallel.ep=3",
         "parallel.ep = 3 does not divide the model's 8 experts; use a divisor of 8",
     ),
@@ -380,7 +390,6 @@ def _split(overrides):
 
 UNBUILT = [
     ("pp.gemm_sms=120", "120", "leave it out"),
-    ("pp.offload_masters=true", "true", "leave it out"),
     ("optim.type=muon", '"muon"', 'use "adamw" or "sign_sgd"'),
     ("ac.mode=matmul", '"matmul"', 'use "none" or "full"'),
     (

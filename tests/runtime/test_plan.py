@@ -482,3 +482,19 @@ def test_offload_takes_from_the_device_what_the_order_moves():
     assert report(fp8).ranks[0].total_bytes < off.ranks[0].total_bytes
     assert report(fp8).ranks[0].host_bytes == 0
     assert "changes numerics" in plan_text(fp8)
+
+
+def test_masters_that_are_away_at_the_peak_do_not_count():
+    base = ["pp.schedule=1f1b", "train.num_micro_batches=8", "train.precision=bf16"]
+    off, on = (report(load([TINY], [*base, f"pp.offload_masters={b}"])) for b in ("false", "true"))
+    for before, after in zip(off.ranks, on.ranks, strict=True):
+        assert after.host_bytes > 0 == before.host_bytes
+        assert after.activation_bytes <= before.activation_bytes
+        # The last rank holds the most in its first forward, before which nothing is gathered.
+        is_last = before.rank == 3
+        assert (after.total_bytes < before.total_bytes) is not is_last
+    # One micro-batch's activations of rank 0 are less than its masters: they are home at the peak.
+    gained = off.ranks[0].total_bytes - on.ranks[0].total_bytes
+    in_flight = off.stages[0].in_flight
+    assert gained == min(on.ranks[0].host_bytes, off.ranks[0].activation_bytes // in_flight)
+    assert "offload: masters" in plan_text(load([TINY], [*base, "pp.offload_masters=true"]))
