@@ -1,7 +1,8 @@
 """What the transport tests share: random pipelines, legal orders of calls, payloads, and ranks.
 
 A scenario is a module-level function `scenario(rank, open_channels, *args)`. `run_scenario` runs it
-once per rank over a kind of transport: `local` in threads of this process, the others in processes.
+once per rank over a kind of transport: `local` in threads of this process, gloo in new processes,
+those on GPUs in processes that all scenarios share.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import rank_pool
 import rank_process
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ DTYPES = (
     torch.uint8,
     torch.bool,
 )
+GPU_KINDS = ("nccl", "copy_engine", "put")
 POST, SEND, TAKE, RELEASE = "post", "send", "take", "release"
 
 OpenChannels = Callable[..., Transport]
@@ -51,7 +54,7 @@ def kinds(num_ranks: int) -> list[Any]:
                 ),
             ],
         )
-        for kind in ("nccl", "copy_engine", "put")
+        for kind in GPU_KINDS
     ]
 
 
@@ -69,6 +72,10 @@ def run_scenario(
     `open_channels(channels, timeout_seconds=20, pipeline="")` opens the rank's transport; ranks of
     different `pipeline` do not meet.
     """
+    if kind in GPU_KINDS:
+        return rank_pool.run_in_pool(
+            num_ranks, _in_process, kind, scenario, args, timeout_seconds=timeout_seconds
+        )
     if kind != "local":
         return rank_process.run_ranks(
             num_ranks, _in_process, kind, scenario, args, timeout_seconds=timeout_seconds
@@ -97,7 +104,8 @@ def run_scenario(
 def process_opener(rank: int, kind: str) -> OpenChannels:
     """`open_channels` of a process of its own, over the store that all ranks of the test share."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    on_gpu = kind in ("nccl", "copy_engine", "put")
+    on_gpu = kind in GPU_KINDS
+    call = os.environ.get("POOL_CALL", "")  # scenarios that share processes share no names
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -115,7 +123,7 @@ def process_opener(rank: int, kind: str) -> OpenChannels:
             rank,
             device=device,
             timeout_seconds=timeout_seconds,
-            store=PrefixStore(f"pipeline {pipeline}", store),
+            store=PrefixStore(f"{call} pipeline {pipeline}", store),
             **(options(kind) | more_options),
         )
 

@@ -1,4 +1,5 @@
-"""The GPU transports on two GPUs: the contract in turn, a long stress beside load, and every fault.
+"""The GPU transports on two GPUs: what runs on the device, and every fault. The contract and the
+stress are those of all kinds, in test_transport_contract.py and test_transport_stress.py.
 
 The put tests take the NCCL library from the environment variable PPRUNTIME_NCCL_LIBRARY, if set.
 """
@@ -7,21 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import time
 import warnings
 
 import pytest
 import torch
-from gpu_cases import in_turn_order
-from torch.distributed import TCPStore
-from transport_cases import pipeline_channels, run_order
+from rank_pool import run_in_pool
+from torch.distributed import PrefixStore, TCPStore
 
 from ppruntime.transports import open_transport
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
 from ppruntime.transports.device import PENDING_WAIT_EXIT_CODE
-from ppruntime.transports.selftest import irregular_bytes
 
 pytestmark = [
     pytest.mark.multi_gpu,
@@ -40,6 +38,7 @@ def _open(rank, kind, channels, timeout_seconds=30.0, **options):
     # Before the first call into CUDA, which is in this function.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = PrefixStore(os.environ.get("POOL_CALL", ""), store)  # of processes that tests share
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     if kind == "put" and os.environ.get("PPRUNTIME_NCCL_LIBRARY"):
@@ -53,112 +52,6 @@ def _open(rank, kind, channels, timeout_seconds=30.0, **options):
         store=store,
         **options,
     )
-
-
-# The contract
-
-
-def _random_pipelines(rank, kind, stage_to_rank, seeds):
-    received = 0
-    for seed in seeds:
-        rng = random.Random(seed)
-        channels = pipeline_channels(stage_to_rank, rng)
-        counts = {c.id: rng.randint(0, 6) for c in channels}
-        orders = [in_turn_order(channels, counts, rng) for _ in range(2)]
-        transport = _open(rank, kind, channels)
-        pauses = random.Random(seed * 31 + rank)
-        for step, order in enumerate(orders):
-            received += run_order(
-                transport,
-                order.get(rank, []),
-                seed * 2 + step,
-                delay=lambda pauses=pauses: time.sleep(max(0.0, pauses.uniform(-0.01, 0.001))),
-                device=torch.device("cuda", rank),
-            )
-        transport.close()
-    return received
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stage_to_rank", [(0, 1), (0, 1, 0, 1)])
-def test_random_boundaries_arrive_bitwise_in_any_order_that_releases_in_turn(
-    run_ranks, kind, stage_to_rank
-):
-    received = run_ranks(2, _random_pipelines, kind, stage_to_rank, range(3), timeout_seconds=120)
-    assert sum(received) > 10
-
-
-# Stress
-
-
-STRESS_SIZES = (256, 4_096, 99_999, 1 << 20, 8 << 20, 40 << 20)
-
-
-def _stress(rank, kind, num_messages):
-    """Random messages both ways beside matmuls; the GPU itself compares every byte."""
-    device = torch.device("cuda", rank)
-    channels = []
-    for size in STRESS_SIZES:
-        for src in (0, 1):
-            boundary = Boundary(
-                (
-                    TensorSpec("x", (size,), torch.uint8),
-                    TensorSpec("i", (17,), torch.int32),
-                )
-            )
-            slots = 1 + len(channels) % 3
-            direction = "forward" if src == 0 else "backward"
-            channels.append(
-                Channel(len(channels), direction, src, 1 - src, src, 1 - src, boundary, slots)
-            )
-    rng = random.Random(11)
-    counts = {c.id: 0 for c in channels}
-    for _ in range(num_messages):
-        counts[rng.choice(channels).id] += 1
-    order = in_turn_order(channels, counts, rng)[rank]
-    transport = _open(rank, kind, channels)
-    a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
-    load, num_wrong = torch.cuda.Stream(device), torch.zeros((), dtype=torch.int64, device=device)
-    pauses = random.Random(rank)
-
-    def content(channel, micro_batch):
-        for index, spec in enumerate(channel.boundary.tensors):
-            raw = irregular_bytes(
-                spec.num_bytes, channel.id * 65_536 + micro_batch * 4 + index, device
-            )
-            yield raw.view(spec.dtype).view(spec.shape)
-
-    held = {}
-    for name, channel, micro_batch in order:
-        if pauses.random() < 0.02:
-            time.sleep(pauses.uniform(0, 0.005))
-        with torch.cuda.stream(load):
-            if pauses.random() < 0.3:
-                a @ a
-        if name == "post":
-            transport.post(channel, micro_batch)
-        elif name == "send":
-            transport.send(channel, micro_batch, tuple(content(channel, micro_batch)))
-        elif name == "take":
-            held[channel.id, micro_batch] = transport.take(channel, micro_batch)
-        else:
-            views = held.pop((channel.id, micro_batch))
-            for view, wanted in zip(views, content(channel, micro_batch), strict=True):
-                num_wrong += (view.view(torch.uint8) != wanted.view(torch.uint8)).sum()
-                view.view(torch.uint8).fill_(0xA5)
-            transport.release(channel, micro_batch)
-    transport.step_end()
-    torch.cuda.synchronize(device)
-    transport.close()
-    return int(num_wrong), sum(counts[c.id] for c in channels if c.dst_rank == rank)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_three_thousand_random_transfers_beside_load_have_no_wrong_byte(run_ranks, kind):
-    num_messages = int(os.environ.get("PPRUNTIME_STRESS_MESSAGES", "3000"))
-    results = run_ranks(2, _stress, kind, num_messages, timeout_seconds=240)
-    assert sum(received for _, received in results) == num_messages
-    assert [wrong for wrong, _ in results] == [0, 0]
 
 
 # What runs on the GPU
@@ -212,8 +105,8 @@ def _profiled(rank, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_transfers_never_block_the_host_and_launch_kernels_only_over_nccl(run_ranks, kind):
-    for on_gpu, host in run_ranks(2, _profiled, kind):
+def test_transfers_never_block_the_host_and_launch_kernels_only_over_nccl(kind):
+    for on_gpu, host in run_in_pool(2, _profiled, kind):
         blocking = {n for n in host if "Synchronize" in n or n in ("cudaMemcpy", "cuMemcpy")}
         assert not blocking, blocking
         kernels = {n for n in on_gpu if not n.startswith(("Memcpy", "Memset"))}
@@ -319,8 +212,8 @@ def _other_shape(rank, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_shape_on_one_end_is_refused_by_both_at_open(run_ranks, kind):
-    for text in run_ranks(2, _other_shape, kind):
+def test_another_shape_on_one_end_is_refused_by_both_at_open(kind):
+    for text in run_in_pool(2, _other_shape, kind):
         assert "channel 0" in text
         assert "(3, 5)" in text
         assert "(3, 6)" in text

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 from transport_cases import (
+    GPU_KINDS,
     assert_same_bits,
     kinds,
     legal_order,
@@ -55,9 +56,10 @@ def _random_pipelines(rank, open_channels, kind, stage_to_rank, seeds):
 
 
 def _check_random_pipelines(kind, num_ranks, stage_to_rank):
-    seeds = range(NUM_CASES)
+    # Opening costs a second on a GPU, where the stress test moves the masses.
+    seeds = range(3 if kind in GPU_KINDS else NUM_CASES)
     received = run_scenario(kind, num_ranks, _random_pipelines, kind, stage_to_rank, seeds)
-    assert sum(received) > NUM_CASES
+    assert sum(received) > len(seeds)
 
 
 @pytest.mark.parametrize("kind", kinds(2))
