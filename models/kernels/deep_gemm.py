@@ -24,7 +24,7 @@ from ppruntime.models.kernels.quantize import GROUP, Quantized
 
 
 @contextmanager
-def _limited_to(gemm_sms: int | None) -> Iterator[None]:
+def limited_to(gemm_sms: int | None) -> Iterator[None]:
     """deep_gemm keeps the number of multiprocessors as a setting of the process."""
     if gemm_sms is None:
         yield
@@ -46,7 +46,7 @@ def grouped_gemm(
     y_PO = x.data.new_empty(num_rows, weights.data.shape[1], dtype=torch.bfloat16)
     if num_rows:
         expert_P = layout.expert_B.unsqueeze(1).expand(-1, BLOCK).reshape(-1)
-        with _limited_to(gemm_sms):
+        with limited_to(gemm_sms):
             deep_gemm_package().m_grouped_fp8_gemm_nt_contiguous(
                 (x.data, x.scale.t()), tuple(weights), y_PO, expert_P
             )
@@ -69,7 +69,7 @@ def grouped_weight_grad(
     # The host does not know the counts: it names the room for all, the device has the real ones.
     host_rows = [num_rows] + [0] * (len(accumulator_EAC) - 1)
     rows_E = torch.stack([layout.start_E1 for layout in layouts]).sum(0, dtype=torch.int32).diff()
-    with _limited_to(gemm_sms):
+    with limited_to(gemm_sms):
         deep_gemm_package().k_grouped_fp8_gemm_nt_contiguous(
             (left.data, left.scale.t()), (right.data, right.scale.t()),
             accumulator_EAC, host_rows, rows_E, accumulator_EAC,

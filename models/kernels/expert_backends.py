@@ -6,7 +6,7 @@ Optional packages are found by capability and imported only when asked for.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from importlib.util import find_spec
@@ -100,21 +100,28 @@ def unavailable_reason(backend: ExpertBackend) -> str | None:
 
 
 def _deep_gemm_reason() -> str | None:
-    asked = 'moe.compute.backend = "deep_gemm"'
+    return deep_gemm_reason("moe.compute.backend", _NEEDED)
+
+
+def deep_gemm_reason(key: str, needed: Sequence[str]) -> str | None:
+    """Why the package, which the config's `key` asks for, does not work with the functions
+    `needed`; None if it does."""
+    asked = f'{key} = "deep_gemm"'
+    remedy = f'use {key} = "triton" to run without it'
     if find_spec("deep_gemm") is None:
         return (
             f"{asked} needs the package deep_gemm, which is not installed; "
-            f"install ppruntime[deep-gemm] (built for torch 2.11, CUDA 13) or {_REMEDY}"
+            f"install ppruntime[deep-gemm] (built for torch 2.11, CUDA 13) or {remedy}"
         )
     try:
         package = deep_gemm_package()
     except AssertionError:  # its way to say that it found no CUDA toolkit
-        return f"{asked} compiles its kernels and finds no nvcc; set CUDA_HOME or {_REMEDY}"
+        return f"{asked} compiles its kernels and finds no nvcc; set CUDA_HOME or {remedy}"
     except (ImportError, OSError) as error:
-        return f"{asked}: importing deep_gemm failed with: {error}; {_REMEDY}"
-    missing = [name for name in _NEEDED if not hasattr(package, name)]
+        return f"{asked}: importing deep_gemm failed with: {error}; {remedy}"
+    missing = [name for name in needed if not hasattr(package, name)]
     if missing:
-        return f"{asked}: this deep_gemm has no {', '.join(missing)}; {_REMEDY}"
+        return f"{asked}: this deep_gemm has no {', '.join(missing)}; {remedy}"
     return None
 
 
