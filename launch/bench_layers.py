@@ -1,5 +1,7 @@
 """Bench of the layers' kernels on one GPU: `python -m ppruntime.launch.bench_layers --out FILE`.
 
+`--only parts` times the head and mHC, see bench_layer_parts.
+
 `--only attention` times the sparse attention kernels at V4.1-Flash's width: forward and backward,
 lists of 640 and of 128 slots, both ways to add up the keys' gradients, several tilings. Each is
 compared with the fp32 reference on the same numbers. Variants are compiled side by side and timed
@@ -25,6 +27,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ppruntime.launch import bench_layer_parts
 
 HEADS, WIDTH, WINDOW, PAIRS = 64, 512, 128, 32
 FLOPS_PER_SLOT = 4 * HEADS * WIDTH
@@ -84,7 +88,7 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--only", choices=("attention",), default="attention")
+    parser.add_argument("--only", choices=("attention", "parts"), default="attention")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repetitions", type=int, default=12)
     parser.add_argument("--skip", default="", help="leave out variants with this in their name")
@@ -92,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("bench_layers: there is no CUDA device to measure", file=sys.stderr)
         return 2
+    if options.only == "parts":
+        return bench_layer_parts.run(options.out, options.tokens, options.repetitions)
     if options.tokens % NUM_WARM:
         parser.error(f"--tokens {options.tokens}: has to be a multiple of {NUM_WARM}")
     bench = Bench(options.tokens, options.repetitions, options.skip)

@@ -1,0 +1,323 @@
+"""Bench of the head and of mHC: `python -m ppruntime.launch.bench_layer_parts --out FILE`.
+
+Each part runs at a model's full width by every implementation that this device can run: forward,
+whole backward, the backward split into input and weight gradients, memory beside inputs and
+weights, distance from the reference. Two rates of the same run give the floor: bf16 products for
+the head, device copies for mHC (the bytes that have to move if every tensor is read or written
+once). Prints a line per variant and writes JSON with every repetition.
+
+On a CPU (`--device cpu --model tiny --tokens 64`) the numbers mean nothing; it shows that the bench
+runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppruntime.models.carry import IGNORED_LABEL
+from ppruntime.models.dims import ModelDims, preset
+from ppruntime.models.head import head_loss
+from ppruntime.models.kernels import unavailable_reason
+from ppruntime.models.linear import Linear, WeightGradQueue, set_queue
+from ppruntime.models.mhc import HyperConnection
+from ppruntime.models.norm import RMSNorm
+from ppruntime.models.residual import residual
+
+PASSES = ("forward", "backward", "input_grad", "weight_grad")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part with its inputs: `run` gives outputs, whose gradients are `douts`."""
+
+    name: str
+    variant: str
+    run: Callable[[], Sequence[Tensor]]
+    inputs: Sequence[Tensor]
+    douts: Sequence[Tensor]
+    queue: WeightGradQueue
+    unit: str
+    """Of the floor: "flops" or "bytes"."""
+    forward: float
+    """FLOPs or bytes of the forward, at the least."""
+    backward: float
+
+
+@dataclass(slots=True)
+class Row:
+    """What was measured of a part."""
+
+    part: str
+    variant: str
+    unit: str
+    forward: float
+    backward: float
+    milliseconds: dict[str, list[float]] = field(default_factory=dict)
+    ratio_to_floor: dict[str, float] = field(default_factory=dict)
+    ratio_to_reference: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    """Most memory during forward and backward beside inputs, weights and results of before."""
+    errors: list[float] = field(default_factory=list)
+    """Distance of outputs and gradients from the first variant's."""
+    failure: str = ""
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.milliseconds[name])
+
+    def __str__(self) -> str:
+        head = f"{self.part:10} {self.variant:10}"
+        if self.failure:
+            return f"{head} failed: {self.failure[:160]}"
+        times = "  ".join(
+            f"{name} {self.median(name):8.3f} ms" for name in PASSES if name in self.milliseconds
+        )
+        floor = "/".join(f"{self.ratio_to_floor[name]:.2f}" for name in ("forward", "backward"))
+        peak = "" if self.peak_bytes is None else f"  peak {self.peak_bytes / 1e9:.2f} GB"
+        return f"{head} {times}  x floor {floor}{peak}  error {max(self.errors):.1e}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--model", default="v41-flash", help="preset whose sizes are used")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument(
+        "--head-tokens", type=int, help="tokens of the head; default: twice --tokens"
+    )
+    parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("bench_layer_parts: there is no CUDA device to measure", file=sys.stderr)
+        return 2
+    return run(
+        options.out,
+        options.tokens,
+        options.repetitions,
+        model=options.model,
+        head_tokens=options.head_tokens or 2 * options.tokens,
+        device=options.device,
+    )
+
+
+def run(
+    out: Path,
+    num_tokens: int,
+    num_repetitions: int,
+    *,
+    model: str = "v41-flash",
+    head_tokens: int = 16384,
+    device: str = "cuda",
+) -> int:
+    """Measures, prints and writes `out`. Gives 1 if a variant that should run failed."""
+    dims, place = preset(model), torch.device(device)
+    rates = {"flops": _matmul_rate(place), "bytes": _copy_rate(place)}
+    print(
+        f"floor: {rates['flops'] / 1e12:.1f} TFLOP/s, {rates['bytes'] / 1e9:.0f} GB/s", flush=True
+    )
+    rows: list[Row] = []
+    for makers in (_heads(dims, head_tokens, place), _mhcs(dims, num_tokens, place)):
+        reference: Row | None = None
+        results: list[Tensor] = []
+        for part in makers:
+            row = Row(part.name, part.variant, part.unit, part.forward, part.backward)
+            rows.append(row)
+            try:
+                found = _measure(part, row, num_repetitions, place)
+            except Exception as error:
+                row.failure = f"{type(error).__name__}: {error}"
+                print(row, flush=True)
+                continue
+            if reference is None:
+                reference, results = row, found
+            row.errors = [_distance(f, e) for f, e in zip(found, results, strict=True)]
+            for name in ("forward", "backward"):
+                least = getattr(part, name) / rates[part.unit] * 1e3
+                row.ratio_to_floor[name] = row.median(name) / least
+                row.ratio_to_reference[name] = row.median(name) / reference.median(name)
+            print(row, flush=True)
+    versions = {"torch": torch.__version__}
+    if unavailable_reason("triton") is None:
+        import triton
+
+        versions["triton"] = triton.__version__
+    record = {
+        "command": " ".join(sys.argv),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "versions": versions,
+        "model": model,
+        "tokens": num_tokens,
+        "head_tokens": head_tokens,
+        "rates": rates,
+        "rows": [asdict(row) for row in rows],
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"results in {out}")
+    return int(any(row.failure for row in rows))
+
+
+def _heads(dims: ModelDims, num_tokens: int, device: torch.device) -> Iterator[Part]:
+    width, vocab = dims.hidden_size, dims.vocab_size
+    hidden = torch.randn(num_tokens, width, device=device).bfloat16().requires_grad_()
+    projection = Linear(width, vocab, device=device, dtype=torch.bfloat16, fp32_output=True)
+    torch.nn.init.normal_(projection.weight, std=0.02)
+    labels = torch.randint(vocab, (num_tokens,), device=device)
+    labels[::97] = IGNORED_LABEL
+    queue = WeightGradQueue()
+    set_queue(projection, queue)
+    products = 2.0 * num_tokens * width * vocab
+    for kernel in ("reference", "chunked", "triton"):
+        if kernel == "triton" and device.type != "cuda":
+            continue
+        loss_of = head_loss(kernel, device)
+
+        def run(loss_of: Any = loss_of) -> Sequence[Tensor]:
+            return [loss_of(hidden, projection, labels)]
+
+        yield Part(
+            "head", kernel, run, (hidden, projection.weight),
+            (torch.full((), 1 / num_tokens, device=device),), queue, "flops", products,
+            2 * products,
+        )  # fmt: skip
+
+
+def _mhcs(dims: ModelDims, num_tokens: int, device: torch.device) -> Iterator[Part]:
+    width, num_streams = dims.hidden_size, dims.num_streams
+    connection = HyperConnection(dims, device=device)
+    norm = RMSNorm(width, dims.norm_eps, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        connection.projection.weight.normal_(std=0.02)
+        connection.base.normal_()
+        connection.scale.fill_(1.0)
+        norm.weight.fill_(1.0)
+    queue = WeightGradQueue()
+    set_queue(connection, queue)
+    shape = (1, num_tokens, num_streams, width)
+    streams = torch.randn(shape, device=device).bfloat16().requires_grad_()
+    y = torch.randn(1, num_tokens, width, device=device).bfloat16().requires_grad_()
+    mix = torch.rand(shape[:-1], device=device).requires_grad_() if dims.family == "v41" else None
+    douts = [torch.randn_like(t) for t in (streams, y)]
+    if mix is not None:
+        douts.append(torch.randn_like(mix))
+    inputs = [streams, y, *([] if mix is None else [mix]), *connection.parameters(), norm.weight]
+    row = 2.0 * num_tokens * width
+    for kernel in ("reference", "triton"):
+        if kernel == "triton" and device.type != "cuda":
+            continue
+        functions = residual(kernel, device)
+
+        def run(functions: Any = functions) -> Sequence[Tensor]:
+            x, handle, coefficients = functions.read(connection, norm, streams, mix)
+            outputs = [functions.write(handle, y, coefficients), x]
+            return outputs if mix is None else [*outputs, coefficients.pre_BTS]
+
+        yield Part(
+            "mhc", kernel, run, inputs, douts, queue, "bytes",
+            (2 * num_streams + 2) * row, (3 * num_streams + 3) * row,
+        )  # fmt: skip
+
+
+def _measure(part: Part, row: Row, num_repetitions: int, device: torch.device) -> list[Tensor]:
+    """Fills in times and memory; gives outputs and gradients of one run."""
+    on_gpu = device.type == "cuda"
+    results = _all(part)
+    _settle(device)
+    if on_gpu:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        _all(part)
+        _settle(device)
+        row.peak_bytes = torch.cuda.max_memory_allocated() - before
+    row.milliseconds = {name: [] for name in PASSES}
+    for repetition in range(num_repetitions + 1):
+        times: dict[str, float] = {}
+        times["forward"], outputs = _timed(part.run, device)
+        times["backward"], _ = _timed(partial(_backward, part, outputs), device)
+        outputs = part.run()
+        part.queue.deferring = True
+        times["input_grad"], _ = _timed(partial(_backward, part, outputs), device)
+        part.queue.deferring = False
+        tasks = part.queue.pop()
+        times["weight_grad"], _ = _timed(partial(_run_all, tasks), device)
+        del tasks, outputs
+        for tensor in part.inputs:
+            tensor.grad = None
+        if repetition:
+            for name, milliseconds in times.items():
+                row.milliseconds[name].append(milliseconds)
+    return results
+
+
+def _all(part: Part) -> list[Tensor]:
+    outputs = part.run()
+    return [*(o.detach() for o in outputs), *_backward(part, outputs)]
+
+
+def _backward(part: Part, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of the inputs; of those that were put off, none."""
+    grads = torch.autograd.grad(outputs, part.inputs, part.douts, allow_unused=True)
+    return [grad for grad in grads if grad is not None]
+
+
+def _run_all(tasks: Sequence[Callable[[], None]]) -> None:
+    for task in tasks:
+        task()
+
+
+def _timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Milliseconds of a call, and what it gave."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        result = call()
+        return (time.perf_counter() - start) * 1e3, result
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    result = call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end), result
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    difference = (found.float() - expected.float()).norm()
+    return float(difference / expected.float().norm().clamp_min(1e-30))
+
+
+def _matmul_rate(device: torch.device) -> float:
+    """FLOP/s of the best of a few bf16 products of random numbers."""
+    size = 8192 if device.type == "cuda" else 256
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    best = min(_timed(lambda: a @ b, device)[0] for _ in range(8))
+    return 2.0 * size**3 / best * 1e3
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Bytes/s, read and written, of the best of a few copies."""
+    numel = 1 << (28 if device.type == "cuda" else 20)
+    a, b = (torch.empty(numel, dtype=torch.bfloat16, device=device) for _ in range(2))
+    best = min(_timed(lambda: b.copy_(a), device)[0] for _ in range(8))
+    return 2.0 * a.nbytes / best * 1e3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

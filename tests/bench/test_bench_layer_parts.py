@@ -1,0 +1,26 @@
+"""The bench of the head and of mHC runs where there is no GPU, and writes what it measured."""
+
+from __future__ import annotations
+
+import json
+
+from ppruntime.launch import bench_layer_parts
+from ppruntime.launch.bench_layer_parts import PASSES
+
+
+def test_on_a_cpu_every_variant_that_runs_there_is_timed_and_agrees(tmp_path, capsys):
+    out = tmp_path / "parts.json"
+    arguments = ["--device", "cpu", "--model", "tiny", "--tokens", "8", "--repetitions", "1"]
+    assert bench_layer_parts.main(["--out", str(out), *arguments]) == 0
+    record = json.loads(out.read_text())
+    rows = {(row["part"], row["variant"]): row for row in record["rows"]}
+    assert set(rows) == {("head", "reference"), ("head", "chunked"), ("mhc", "reference")}
+    for row in rows.values():
+        assert set(row["milliseconds"]) == set(PASSES)
+        assert all(len(times) == 1 for times in row["milliseconds"].values())
+        assert max(row["errors"]) < 1e-2
+        assert not row["failure"]
+    # Per token and bf16 channel: four streams in and out, y and x; three times four, and three.
+    assert rows["mhc", "reference"]["forward"] == 8 * 64 * 2 * 10
+    assert rows["mhc", "reference"]["backward"] == 8 * 64 * 2 * 15
+    assert "x floor" in capsys.readouterr().out
