@@ -45,6 +45,7 @@ def kinds(num_ranks: int) -> list[Any]:
     return ["local", "gloo"] + [
         pytest.param(
             kind,
+            id=f"over_{kind}",  # what `-k` can pick
             marks=[
                 pytest.mark.multi_gpu,
                 pytest.mark.skipif(

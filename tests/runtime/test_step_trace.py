@@ -12,6 +12,7 @@ from pipelines import BALANCE_SEED, LOSS_SEED, toy_stages
 from small_runs import CONFIG, SMALL
 from toy_units import micro_batches
 from trace_scan import Wait, labels, waits
+from transport_cases import GPU_KINDS
 
 from ppruntime.clocks import HostClock
 from ppruntime.executor import Executor
@@ -147,7 +148,7 @@ def _traced_step(rank, kind, folder):
 
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(NUM_GPUS < 2, reason="needs 2 GPUs")
-@pytest.mark.parametrize("kind", ["nccl", "copy_engine", "put"])
+@pytest.mark.parametrize("kind", [pytest.param(k, id=f"over_{k}") for k in GPU_KINDS])
 def test_no_op_of_a_step_holds_the_host_until_the_device_is_done(run_ranks, kind, tmp_path):
     """Allowed: the reference experts read how many tokens each got, once a MoE unit and forward
     (`counts.tolist()` in models/moe.py: a copy to the host and its wait). Nothing else."""

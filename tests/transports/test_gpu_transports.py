@@ -16,6 +16,7 @@ import pytest
 import torch
 from rank_pool import run_in_pool
 from torch.distributed import PrefixStore, TCPStore
+from transport_cases import GPU_KINDS
 
 from ppruntime.transports import open_transport
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
@@ -25,7 +26,7 @@ pytestmark = [
     pytest.mark.multi_gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
 ]
-KINDS = ("nccl", "copy_engine", "put")
+KINDS = [pytest.param(kind, id=f"over_{kind}") for kind in GPU_KINDS]
 SOON_SECONDS = 12.0
 """From a fault to its error: noticed in 0.5 s, told to all, waits let go 1.5 s later; put ends its
 process after 5 s."""
@@ -105,7 +106,7 @@ def _profiled(rank, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_transfers_never_block_the_host_and_launch_kernels_only_over_nccl(kind):
+def test_transfers_never_block_the_host_and_only_nccl_launches_kernels(kind):
     for on_gpu, host in run_in_pool(2, _profiled, kind):
         blocking = {n for n in host if "Synchronize" in n or n in ("cudaMemcpy", "cuMemcpy")}
         assert not blocking, blocking
