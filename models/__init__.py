@@ -3,13 +3,15 @@
 Start at `dims.unit_specs` (the list, in numbers, no torch), then `units.build_unit` (one entry as a
 module), `carry.Carry` (what passes from unit to unit).
 
-numbers     dims, dims_rules, parameters, presets, engram_hash, activation_bytes (without torch)
+numbers     dims, dims_rules, parameters, presets, engram_hash, activation_bytes (without torch),
+            save_points (what a recompute may keep)
 contracts   carry, linear (weight gradients that can wait), init
 documents   packed documents: starts, groups, visible entries; used wherever attention looks back
 attention   attention (V4.1), attention_v4, compressor_v4, indexer, sparse_attention, rope, quantize
 residual    mhc, mhc_v4 (the head's collapse), engram
 experts     moe, router, experts; fp8_experts (over kernels/)
-small       norm, topk (one rule for ties), precision (where bf16 models compute in fp32)
+small       norm, topk (one rule for ties), precision (where bf16 models compute in fp32),
+            keep_inputs (ops with a name, local recomputation)
 ends        units (embedding, head, assembly of all), head (the loss)
 kernels/    faster versions, each beside its naive reference
 """

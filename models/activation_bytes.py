@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ppruntime.models.dims import DTYPE_BYTES, ModelDims, Role, UnitKind, UnitSpec
+from ppruntime.models.save_points import SavePoint
 
 _FP32, _INT64, _INT32, _BOOL = 4, 8, 4, 1
 
@@ -66,6 +67,45 @@ def kept_fields(
         if spec.role in _SHARE_SLOTS and _slots_live_on(spec):
             kept.add("slots")
     return frozenset(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Results of ops that a recomputed unit keeps beside its inputs."""
+
+    num_bytes: int
+    saved_again: int
+    """Of these, bytes that autograd saves too once the rest is computed again: they are there
+    already, all else that it saves is made anew."""
+
+
+def kept_results(
+    dims: ModelDims,
+    spec: UnitSpec,
+    points: frozenset[SavePoint],
+    batch: int,
+    seq_len: int,
+    dtype: str,
+) -> Kept:
+    """What a half layer keeps between its forward and its recompute at the given save points."""
+    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
+    is_attention = spec.kind is UnitKind.ATTENTION
+    results = _attention_results(run, spec) if is_attention else _moe_results(run)
+    found = [result for result in results if result.point in points]
+    return Kept(
+        sum(result.num_bytes for result in found),
+        sum(result.num_bytes for result in found if result.is_saved),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What one op gives."""
+
+    point: SavePoint
+    num_bytes: int
+    is_saved: bool
+    """Whether autograd saves that very piece of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +319,101 @@ def _moe(run: _Run) -> int:
 def _swiglu(run: _Run, rows: int, width: int) -> int:
     """Gate and up, and the product that goes on."""
     return 3 * run.item * rows * width
+
+
+def _mhc_results(run: _Run) -> list[_Result]:
+    """The projection of the streams, before it is scaled."""
+    streams = run.dims.num_streams
+    width = 2 * streams + streams * streams
+    return [_Result(SavePoint.PROJECTIONS, _FP32 * run.tokens * width, True)]
+
+
+def _moe_results(run: _Run) -> list[_Result]:
+    """Rows by expert, the experts' two products; the router's product, the shared expert's two, of
+    which the second is added to what the experts give."""
+    dims, tokens, item = run.dims, run.tokens, run.item
+    rows, shared = tokens * dims.experts_per_token, dims.num_shared_experts * dims.expert_width
+    experts, products = SavePoint.EXPERTS, SavePoint.PROJECTIONS
+    return [
+        *_mhc_results(run),
+        _Result(experts, item * rows * dims.hidden_size, True),
+        _Result(experts, item * rows * 2 * dims.expert_width, True),
+        _Result(experts, item * rows * dims.hidden_size, True),
+        _Result(products, _FP32 * tokens * dims.num_experts, True),
+        _Result(products, item * tokens * 2 * shared, True),
+        _Result(products, item * tokens * dims.hidden_size, False),
+    ]
+
+
+def _attention_results(run: _Run, spec: UnitSpec) -> list[_Result]:
+    """Query, its latent, keys, attention, the two output products; Engram's rows and projection;
+    compressor and indexer."""
+    assert spec.layer is not None
+    dims, tokens, item = run.dims, run.tokens, run.item
+    heads, products = tokens * dims.num_heads * dims.head_dim, SavePoint.PROJECTIONS
+    is_v4 = dims.family == "v4"
+    results = [
+        *_mhc_results(run),
+        _Result(products, item * tokens * dims.q_lora_rank, True),
+        # V4 normalises the heads; a low dtype is widened for that.
+        _Result(products, item * heads, is_v4 and not run.is_low),
+        _Result(products, item * tokens * dims.head_dim, True),
+        _Result(SavePoint.ATTENTION, item * heads, False),
+        _Result(products, item * tokens * dims.o_groups * dims.o_lora_rank, dims.o_groups == 1),
+        _Result(products, item * tokens * dims.hidden_size, True),
+    ]
+    if spec.layer in dims.engram_layers:
+        columns = (dims.engram_max_order - 1) * dims.engram_heads
+        keys_and_value = tokens * (dims.num_streams + 1) * dims.hidden_size
+        results += [
+            _Result(SavePoint.ENGRAM, item * tokens * columns * dims.engram_head_dim, True),
+            _Result(SavePoint.ENGRAM, item * keys_and_value, not run.is_low),
+        ]
+    return results + (_v4_results(run, spec) if is_v4 else _v41_results(run, spec))
+
+
+def _v41_results(run: _Run, spec: UnitSpec) -> list[_Result]:
+    """V4.1's compressor and indexer."""
+    assert spec.layer is not None
+    dims, ratio = run.dims, run.dims.compress_ratios[spec.layer]
+    products, results = SavePoint.PROJECTIONS, list[_Result]()
+    if spec.role is Role.FULL:
+        latent = run.tokens * dims.head_dim
+        if ratio == 1:
+            results.append(_Result(products, run.item * latent, True))
+        else:
+            results += 2 * [_Result(products, _FP32 * latent, False)]
+        entries = run.batch * (run.seq_len // ratio)
+        results.append(_Result(products, run.item * entries * dims.index_head_dim, False))
+    if spec.role in (Role.FULL, Role.REINDEX):
+        results += _index_queries(run)
+    return results
+
+
+def _v4_results(run: _Run, spec: UnitSpec) -> list[_Result]:
+    """V4's compressors, the layer's and the indexer's, each with values and gates."""
+    assert spec.layer is not None
+    dims, ratio = run.dims, run.dims.compress_ratios[spec.layer]
+    if spec.role is Role.SWA:
+        return []
+    overlaps = 2 if spec.role is Role.CSA else 1
+    has_entries = run.seq_len >= ratio
+    channels = [dims.head_dim * overlaps]
+    if spec.role is Role.CSA:
+        channels.append(dims.index_head_dim * overlaps)
+    results = [
+        _Result(SavePoint.PROJECTIONS, _FP32 * run.tokens * width * has_entries, False)
+        for width in channels
+        for _ in ("values", "gates")
+    ]
+    return results + (_index_queries(run) if spec.role is Role.CSA else [])
+
+
+def _index_queries(run: _Run) -> list[_Result]:
+    """The indexer's queries and head weights."""
+    dims = run.dims
+    widths = (dims.index_heads * dims.index_head_dim, dims.index_heads)
+    return [_Result(SavePoint.PROJECTIONS, run.item * run.tokens * w, False) for w in widths]
 
 
 def _head(run: _Run, kernel: str) -> int:

@@ -21,7 +21,7 @@ from ppruntime.config import Config
 from ppruntime.executor import Executor
 from ppruntime.host_memory import HostPool
 from ppruntime.master_offload import MasterOffload
-from ppruntime.models.dims import ModelDims, UnitKind, UnitSpec, unit_parameters, unit_specs
+from ppruntime.models.dims import ModelDims, UnitSpec, unit_parameters, unit_specs
 from ppruntime.models.head import head_loss
 from ppruntime.models.init import init_parameters
 from ppruntime.models.linear import WeightGradQueue, set_queue
@@ -30,6 +30,7 @@ from ppruntime.models.units import HeadUnit, build_unit
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut
 from ppruntime.ranks import Ranks
+from ppruntime.recompute import kept_points
 from ppruntime.schedules.counts import Edge
 from ppruntime.schedules.credits import uncredited
 from ppruntime.schedules.formats import digest
@@ -232,10 +233,9 @@ def build_stage(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
             unit.residual = residual(config.kernels.mhc, ranks.device)
         units.append(unit)
     sharded = dtype is not torch.float32 or ranks.layout.num_data_ranks > 1
-    halves = (UnitKind.ATTENTION, UnitKind.MOE)
     wrap_units(
         units,
-        recompute=[config.ac.mode == "full" and spec.kind in halves for spec in plan.units],
+        recompute=[kept_points(config, spec) for spec in plan.units],
         sharding=Sharding(ranks.data_mesh, dtype) if sharded else None,
         fp32_names=[
             frozenset(p.name for p in unit_parameters(dims, spec) if p.fp32) for spec in plan.units

@@ -47,6 +47,7 @@ V_SCHEDULES = frozenset({"zb_v", "v_half", "v_min", "dualpipe_v"})
 LOOP_SCHEDULES = frozenset({"interleaved_1f1b", "interleaved_zb1p"})
 """Orders with several stages per rank, stage s on rank s mod P."""
 Backend: TypeAlias = Literal["reference", "triton", "library"]
+RecomputeMode: TypeAlias = Literal["none", "full", "full_moe", "projections", "attention", "matmul"]
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -252,12 +253,18 @@ class Run(Section, frozen=True):
 class ActivationCheckpointing(Section, frozen=True):
     """`[ac]`: which activations are recomputed in the backward instead of kept."""
 
-    mode: Literal["none", "full", "full_moe", "projections", "attention", "matmul"] = "none"
-    """What each half-layer recomputes. Default: nothing, the fastest. Bitwise."""
-    layer_modes: dict[str, str | tuple[str, str]] | None = None
-    """Other modes for some layers, by number in the whole model. Bitwise."""
+    mode: RecomputeMode = "none"
+    """What every half layer keeps beside its inputs. none: all, nothing is recomputed. full: what
+    the routed experts got and gave. full_moe: nothing, experts run and send again. projections: as
+    full, and the products with weights. attention: as full, and sparse attention's results. matmul:
+    as full, and both. All else is computed again in the backward. Default: the fastest. Bitwise."""
     recompute_engram: bool = False
-    """Recompute Engram lookups too. Bitwise."""
+    """Where the mode is full or full_moe, do not keep Engram's rows and their projection either.
+    Bitwise."""
+    layer_modes: dict[str, RecomputeMode | tuple[RecomputeMode, RecomputeMode]] | None = None
+    """Other modes for some layers, by number in the whole model: one for both halves, or a pair
+    for attention and MoE, as where a stage ends inside the layer: {"3" = ["none", "full"]}.
+    Default: mode holds for all. Bitwise."""
 
 
 class Dispatch(Section, frozen=True):

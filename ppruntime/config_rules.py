@@ -49,9 +49,6 @@ class _NotBuilt:
 _NOT_BUILT = (
     _NotBuilt("pp.gemm_sms", (None,), "leave it out"),
     _NotBuilt("optim.type", ("adamw", "sign_sgd"), 'use "adamw" or "sign_sgd"'),
-    _NotBuilt("ac.mode", ("none", "full"), 'use "none" or "full"'),
-    _NotBuilt("ac.layer_modes", (None,), "leave it out; ac.mode holds for every layer"),
-    _NotBuilt("ac.recompute_engram", (False,), 'leave it out; ac.mode = "full" recomputes it too'),
     _NotBuilt("moe.dispatch.type", ("torch",), 'use "torch"'),
     _NotBuilt("moe.compute.backend", ("torch",), 'use "torch"'),
     *(
@@ -251,6 +248,42 @@ def _offload_masters(config: Config) -> Iterator[Broken]:
         )
 
 
+def _layer_modes(config: Config) -> Iterator[Broken]:
+    key, modes, num_layers = "ac.layer_modes", config.ac.layer_modes, config.model.dims.num_layers
+    if modes is None:
+        return
+    if not modes:
+        yield key, f"{key} names no layer; leave it out, ac.mode holds for every layer"
+    layers = {str(layer) for layer in range(num_layers)}
+    for name in sorted(modes.keys() - layers):
+        yield (
+            key,
+            f"{key} names {show(name)}, which is no layer; layers are numbered 0 to "
+            f"{num_layers - 1} through the whole model",
+        )
+
+
+def _recompute_engram(config: Config) -> Iterator[Broken]:
+    ac, layers = config.ac, config.model.dims.engram_layers
+    if not ac.recompute_engram:
+        return
+    key = "ac.recompute_engram"
+    if not layers:
+        yield key, f"{key} = true has no effect: the model has no Engram; leave it out"
+        return
+    modes = {
+        found if isinstance(found, str) else found[0]
+        for found in ((ac.layer_modes or {}).get(str(layer), ac.mode) for layer in layers)
+    }
+    if not modes & {"full", "full_moe"}:
+        names = ", ".join(map(show, sorted(modes)))
+        yield (
+            key,
+            f"{key} = true has no effect on layers whose mode is {names}; leave it out, or use "
+            f'"full" or "full_moe" for one of the layers {", ".join(map(str, layers))}',
+        )
+
+
 def _transport(config: Config) -> Iterator[Broken]:
     pp = config.pp
     for name, kind in (("transport_ctas", "nccl"), ("recv_lead", "nccl"), ("nccl_library", "put")):
@@ -427,6 +460,8 @@ _RULES: tuple[Rule, ...] = (
     _offload_masters,
     _experts,
     _transport,
+    _layer_modes,
+    _recompute_engram,
     _data_path,
     _made_up_data,
     _evaluation,

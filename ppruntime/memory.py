@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from math import prod
 
 from ppruntime.config_keys import Config
-from ppruntime.models.activation_bytes import kept_fields, saved_bytes
+from ppruntime.models.activation_bytes import Kept, kept_fields, kept_results, saved_bytes
 from ppruntime.models.dims import (
     DTYPE_BYTES,
     ModelDims,
-    UnitKind,
     UnitSpec,
     carry_shape,
     unit_parameters,
 )
 from ppruntime.models.parameters import ParameterSpec, Part
+from ppruntime.models.save_points import SavePoint
 from ppruntime.plan import StagePlan
+from ppruntime.recompute import kept_points
 
 _FP32 = 4
 _BF16 = 2
@@ -81,14 +82,16 @@ def activation_bytes(config: Config, stage: StagePlan) -> int:
     saves and, between its units, the carry, each piece of memory once.
 
     Parameters, tokens and the few kB of expert loads are not counted, nor what was received: that
-    lies in its receive buffer until then. Recomputed halves save only the carry that they get.
+    lies in its receive buffer until then. Recomputed halves keep the carry that they get, and the
+    results that their mode names (`recompute`).
     """
     total = 0
     makers: dict[str, UnitSpec] = {}  # of the live fields that this stage made
     held: set[tuple[UnitSpec, str]] = set()
     for spec in stage.units:
-        if _is_recomputed(config, spec):
+        if (points := kept_points(config, spec)) is not None:
             held |= {(maker, name) for name, maker in makers.items()}
+            total += _kept(config, spec, points).num_bytes
             kept: frozenset[str] = frozenset()
         else:
             total += _saved_bytes(config, spec)
@@ -101,10 +104,14 @@ def activation_bytes(config: Config, stage: StagePlan) -> int:
 
 
 def recompute_bytes(config: Config, stage: StagePlan) -> int:
-    """Bytes that autograd saves when the backward runs a half-layer again: the largest one's, since
-    they go one by one. 0 where nothing is recomputed."""
+    """Bytes that autograd saves when the backward computes a half-layer again, beside what is kept
+    of it: the largest one's, since they go one by one. 0 where nothing is recomputed."""
     return max(
-        (_saved_bytes(config, s) for s in stage.units if _is_recomputed(config, s)),
+        (
+            _saved_bytes(config, spec) - _kept(config, spec, points).saved_again
+            for spec in stage.units
+            if (points := kept_points(config, spec)) is not None
+        ),
         default=0,
     )
 
@@ -136,8 +143,9 @@ def _ceil(number: int, parts: int) -> int:
     return -(-number // parts)
 
 
-def _is_recomputed(config: Config, spec: UnitSpec) -> bool:
-    return config.ac.mode == "full" and spec.kind in (UnitKind.ATTENTION, UnitKind.MOE)
+def _kept(config: Config, spec: UnitSpec, points: frozenset[SavePoint]) -> Kept:
+    dims, _, batch, seq_len, dtype = _case(config, spec)
+    return kept_results(dims, spec, points, batch, seq_len, dtype)
 
 
 def _saved_bytes(config: Config, spec: UnitSpec) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ppruntime.config_keys import Config
+from ppruntime.config_keys import Config, RecomputeMode
 from ppruntime.master_moments import master_moments
 from ppruntime.memory import (
     activation_bytes,
@@ -23,6 +23,7 @@ from ppruntime.models.dims import boundary_bytes, counts, forward_flops_per_toke
 from ppruntime.offload_plan import host_bytes, leaving_bytes, master_bytes, offload_text
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut, train_flops_per_token
+from ppruntime.recompute import repeated_flops
 from ppruntime.schedules.costs import Costs
 from ppruntime.schedules.counts import Edge, num_transfers
 from ppruntime.schedules.ops import Kind, Op
@@ -180,9 +181,13 @@ def plan_text(config: Config) -> str:
     return "\n".join([*lines, "", *_LEGEND])
 
 
-_RECOMPUTED = {
+_RECOMPUTED: dict[RecomputeMode, str] = {
     "none": "nothing is recomputed",
-    "full": "half-layers are recomputed in the backward",
+    "full": "half-layers keep their inputs and the experts' results",
+    "full_moe": "half-layers keep their inputs only",
+    "projections": "half-layers keep inputs, the experts' results and products with weights",
+    "attention": "half-layers keep inputs, the experts' results and attention's",
+    "matmul": "half-layers keep inputs and every product's result",
 }
 _BYTES = ("weights", "grads", "optim", "acts", "again", "slots", "total")
 _LEGEND = (
@@ -218,8 +223,13 @@ def _header(config: Config, plan: PlanReport) -> list[str]:
         f" {plan.transfers_per_step:,} transfers, bubble {plan.bubble_fraction:.1%}"
         " (op times as FLOPs, free transfers)",
         f"{train.precision}, micro-batches of {train.micro_batch_size} x {train.seq_len:,} tokens,"
-        f" ac.mode {config.ac.mode}: {_RECOMPUTED[config.ac.mode]}",
+        f" ac.mode {config.ac.mode}: {_RECOMPUTED[config.ac.mode]}{_other_modes(config)}",
     ]
+
+
+def _other_modes(config: Config) -> str:
+    others = len(config.ac.layer_modes or {})
+    return f"; other modes on {others} layer{'s' * (others > 1)}" if others else ""
 
 
 def _stages(
@@ -290,9 +300,8 @@ def _rank(
 
 def flop_costs(config: Config, plan: Sequence[StagePlan]) -> Costs:
     """Relative op times as FLOPs have them: the weight gradient costs one forward's products, the
-    input gradient another and attention's 2.5; recomputed halves run their forward again in it."""
+    input gradient another and attention's 2.5; what a recompute repeats comes on top of it."""
     seq_len, dims = config.train.seq_len, config.model.dims
-    recompute = config.ac.mode == "full"
     forward, input_grad, weight_grad = [], [], []
     for stage in plan:
         f = i = w = 0.0
@@ -300,7 +309,9 @@ def flop_costs(config: Config, plan: Sequence[StagePlan]) -> Costs:
             flops = forward_flops_per_token(dims, spec, seq_len)
             whole = flops.matmul + flops.attention + flops.index_scores
             f += whole
-            i += flops.matmul + 2.5 * flops.attention + recompute * whole
+            again = repeated_flops(config, spec)
+            i += flops.matmul + 2.5 * flops.attention
+            i += again.matmul + again.attention + again.index_scores
             w += flops.matmul
         forward.append(f)
         input_grad.append(i)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from ppruntime.models.carry import Carry, MicroBatch
+from ppruntime.models.save_points import SavePoint, point_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +41,21 @@ class Sharding:
 def wrap_units(
     units: Sequence[nn.Module],
     *,
-    recompute: Sequence[bool],
+    recompute: Sequence[frozenset[SavePoint] | None],
     sharding: Sharding | None,
     fp32_names: Sequence[Collection[str]],
     compile_units: bool = False,
 ) -> None:
     """Wraps units in place: checkpointing -> FSDP -> compile.
 
-    Units whose `recompute` entry is True keep only their inputs and run again in the backward:
-    bitwise. With `sharding`, parameters become fp32 shards that are gathered in the compute dtype
-    once a step; those in a unit's `fp32_names` stay whole and fp32 on every rank.
+    Units whose `recompute` entry is not None keep their inputs and what it names, and compute the
+    rest again in the backward: bitwise. With `sharding`, parameters become fp32 shards that are
+    gathered in the compute dtype once a step; those in a unit's `fp32_names` stay whole and fp32
+    on every rank.
     """
-    for unit, wanted in zip(units, recompute, strict=True):
-        if wanted:
-            checkpoint_unit(unit)
+    for unit, kept in zip(units, recompute, strict=True):
+        if kept is not None:
+            checkpoint_unit(unit, kept)
     if sharding is not None:
         for unit, names in zip(units, fp32_names, strict=True):
             shard_unit(unit, sharding, names)
@@ -53,12 +64,60 @@ def wrap_units(
             unit.compile()
 
 
-def checkpoint_unit(unit: nn.Module) -> None:
-    """Makes the unit keep its inputs only and recompute the rest in the backward. Names stay."""
+def checkpoint_unit(unit: nn.Module, kept: frozenset[SavePoint] = frozenset()) -> None:
+    """Makes the unit keep its inputs and what the ops of `kept` give, and compute the rest again in
+    the backward. Names stay."""
+    run = unit.forward
+    contexts = partial(_saving, kept) if kept else noop_context_fn
+
+    def recomputed(carry: Carry, batch: MicroBatch) -> Carry:
+        # One by one, so that checkpointing saves them as tensors: whoever moves saved tensors away
+        # finds them, which does not look into a Carry.
+        given = [*carry[:_LOADS], *batch, *carry.loads]
+        return cast(
+            Carry,
+            checkpoint(
+                lambda *tensors: run(
+                    Carry._make((*tensors[:_LOADS], tensors[_LOADS + len(batch) :])),
+                    MicroBatch._make(tensors[_LOADS : _LOADS + len(batch)]),
+                ),
+                *given,
+                use_reentrant=False,
+                preserve_rng_state=False,  # nothing in a model is random
+                context_fn=contexts,
+            ),
+        )
+
     # Replacing `forward` rather than the module keeps parameter names, and keeps FSDP's hooks,
     # which are attached to `__call__`, from running again in the recompute.
-    recomputed = partial(checkpoint, unit.forward, use_reentrant=False, preserve_rng_state=False)
     setattr(unit, "forward", recomputed)  # noqa: B010 (mypy forbids the assignment)
+
+
+_LOADS = Carry._fields.index("loads")
+"""The carry's last field; those before are tensors or None."""
+
+
+def _saving(
+    kept: frozenset[SavePoint],
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Around a forward and around its recompute: the ops of `kept` run in the first one only."""
+
+    def policy(_: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        return _MUST if _is_kept(kept, op) else _NEED_NOT
+
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
+        policy
+    )
+    return contexts
+
+
+_MUST, _NEED_NOT = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@cache
+def _is_kept(kept: frozenset[SavePoint], op: torch._ops.OpOverload) -> bool:
+    point = point_of(op.name())  # type: ignore[no-untyped-call]
+    return point is not None and point in kept
 
 
 def shard_unit(unit: nn.Module, sharding: Sharding, fp32_names: Collection[str]) -> None:

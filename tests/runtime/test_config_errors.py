@@ -391,13 +391,6 @@ def _split(overrides):
 UNBUILT = [
     ("pp.gemm_sms=120", "120", "leave it out"),
     ("optim.type=muon", '"muon"', 'use "adamw" or "sign_sgd"'),
-    ("ac.mode=matmul", '"matmul"', 'use "none" or "full"'),
-    (
-        'ac.layer_modes={"0" = "full"}',
-        '{"0": "full"}',
-        "leave it out; ac.mode holds for every layer",
-    ),
-    ("ac.recompute_engram=true", "true", 'leave it out; ac.mode = "full" recomputes it too'),
     ("moe.dispatch.type=deep_ep", '"deep_ep"', 'use "torch"'),
     ("moe.compute.backend=triton", '"triton"', 'use "torch"'),
     ("kernels.attention=triton", '"triton"', 'use "reference"'),
