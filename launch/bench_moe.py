@@ -509,13 +509,9 @@ class _Bench:
         from msgspec.structs import replace
 
         from ppruntime.models.dims import preset
-        from ppruntime.models.fp8_experts import (
-            Fp8Experts,
-            Fp8Options,
-            WeightVersion,
-            set_weight_version,
-        )
+        from ppruntime.models.fp8_experts import Fp8Experts, Fp8Options
         from ppruntime.models.kernels.expert_backends import ExpertBackend
+        from ppruntime.models.weight_copies import WeightVersion, set_weight_version
 
         dims = replace(preset("v41-flash"), num_experts=EXPERTS)
         options = {

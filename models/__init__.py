@@ -9,7 +9,8 @@ contracts   carry, linear (weight gradients that can wait), init
 documents   packed documents: starts, groups, visible entries; used wherever attention looks back
 attention   attention (V4.1), attention_v4, compressor_v4, indexer, sparse_attention, rope, quantize
 residual    mhc, mhc_v4 (the head's collapse), engram
-experts     moe, router, experts; fp8_experts (over kernels/)
+experts     moe, router, experts; dispatch (to the ranks that hold them); fp8_experts (over
+            kernels/), weight_copies (made once an update)
 small       norm, topk (one rule for ties), precision (where bf16 models compute in fp32),
             keep_inputs (ops with a name, local recomputation)
 ends        units (embedding, head, assembly of all), head (the loss)

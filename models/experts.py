@@ -29,19 +29,20 @@ def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
     return keep_inputs(compute, gate_up)
 
 
-def _slices(rows_per_expert: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Experts that have rows, each with its rows."""
+def _slices(rows_per_expert: Sequence[int], num_experts: int) -> Iterator[tuple[int, slice]]:
+    """Experts that have rows, each with its rows; the counts may go through the experts again for
+    every rank that sent some."""
     start = 0
-    for expert, num_rows in enumerate(rows_per_expert):
+    for index, num_rows in enumerate(rows_per_expert):
         if num_rows:
-            yield expert, slice(start, start + num_rows)
+            yield index % num_experts, slice(start, start + num_rows)
         start += num_rows
 
 
 @named_op("expert_linear(Tensor x, Tensor weight, int[] rows_per_expert) -> Tensor")
 def _expert_linear(x_RI: Tensor, weight_EOI: Tensor, rows_per_expert: Sequence[int]) -> Tensor:
     y_RO = x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1])
-    for expert, rows in _slices(rows_per_expert):
+    for expert, rows in _slices(rows_per_expert, len(weight_EOI)):
         torch.mm(x_RI[rows], weight_EOI[expert].t(), out=y_RO[rows])
     return y_RO
 
@@ -68,23 +69,32 @@ class _DeferrableExpertLinear(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.empty_like(x_RI)
-            for expert, rows in _slices(rows_per_expert):
+            for expert, rows in _slices(rows_per_expert, len(weight_EOI)):
                 torch.mm(grad_RO[rows], weight_EOI[expert], out=grad_x[rows])
         if not ctx.needs_input_grad[1]:
             return grad_x, None, None, None
         inputs_RI = x_RI.detach()
 
         def weight_grad() -> Tensor:
-            grad_EOI = torch.zeros_like(weight_EOI)
-            for expert, rows in _slices(rows_per_expert):
-                torch.mm(grad_RO[rows].t(), inputs_RI[rows], out=grad_EOI[expert])
+            grad_EOI, begun = torch.zeros_like(weight_EOI), set[int]()
+            for expert, rows in _slices(rows_per_expert, len(weight_EOI)):
+                if expert in begun:
+                    grad_EOI[expert] += torch.mm(grad_RO[rows].t(), inputs_RI[rows])
+                else:
+                    torch.mm(grad_RO[rows].t(), inputs_RI[rows], out=grad_EOI[expert])
+                begun.add(expert)
             return grad_EOI
 
         return grad_x, now_or_later(ctx.queue, ctx.parameter, weight_grad), None, None
 
 
 class ExpertLinear(Deferrable):
-    """One weight matrix per expert: [R, I] -> [R, O]; weight [E, O, I]."""
+    """One weight matrix per expert: [R, I] -> [R, O]; weight [E, O, I].
+
+    `first_row`: the expert, in the whole layer, of the weight's first matrix.
+    """
+
+    first_row = 0
 
     def __init__(
         self,
@@ -107,25 +117,40 @@ class ExpertLinear(Deferrable):
         return y_RO
 
 
+def expert_linears(
+    dims: ModelDims,
+    held: range | None,
+    *,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> tuple[ExpertLinear, ExpertLinear]:
+    """The two layers of the experts `held`, None for all; the first has gate rows, then up rows."""
+    held = range(dims.num_experts) if held is None else held
+    hidden, width = dims.hidden_size, dims.expert_width
+    gate_up = ExpertLinear(len(held), hidden, 2 * width, device=device, dtype=dtype)
+    down = ExpertLinear(len(held), width, hidden, device=device, dtype=dtype)
+    gate_up.first_row = down.first_row = held.start
+    return gate_up, down
+
+
 class Experts(nn.Module):
-    """The routed experts of one layer, applied to rows in expert order."""
+    """The routed experts of one layer, or those `held` here, applied to rows in expert order."""
 
     def __init__(
         self,
         dims: ModelDims,
         *,
+        held: range | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.limit = dims.swiglu_limit
-        num, hidden, width = dims.num_experts, dims.hidden_size, dims.expert_width
-        self.gate_up = ExpertLinear(num, hidden, 2 * width, device=device, dtype=dtype)
-        """Gate rows first, then up rows."""
-        self.down = ExpertLinear(num, width, hidden, device=device, dtype=dtype)
+        self.gate_up, self.down = expert_linears(dims, held, device=device, dtype=dtype)
 
     def forward(self, x_RD: Tensor, rows_per_expert: Sequence[int]) -> Tensor:
-        """[R, D] -> [R, D]; the first rows_per_expert[0] rows go through expert 0, and so on."""
+        """[R, D] -> [R, D]; the first rows_per_expert[0] rows go through expert 0, and so on, after
+        the last expert from expert 0 again."""
         inner_RF = clamped_swiglu(self.gate_up(x_RD, rows_per_expert), self.limit)
         y_RD: Tensor = self.down(inner_RF, rows_per_expert)
         return y_RD

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from ppruntime.models.dims import ModelDims
-from ppruntime.models.experts import ExpertLinear
+from ppruntime.models.experts import expert_linears
 from ppruntime.models.kernels.expert_backends import ExpertBackend, ExpertKernels, expert_kernels
 from ppruntime.models.kernels.grouped_gemm import MOST_MICRO_BATCHES, WeightGradOperands
 from ppruntime.models.kernels.moe_layout import Layout, most_rows
 from ppruntime.models.kernels.quantize import GROUP, Quantized
-from ppruntime.models.linear import Deferrable
+from ppruntime.models.weight_copies import WeightCopies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +64,6 @@ class Fp8Options:
             raise ValueError(f"gemm_sms = {self.gemm_sms}; use at least 1, or None for all")
 
 
-class WeightVersion:
-    """Counts how often weights changed. A stage owns one and its layers share it; after every
-    optimizer step, or after loading weights, its owner calls `advance`."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def advance(self) -> None:
-        """Makes every FP8 copy of the weights stale."""
-        self.number += 1
-
-
 class ExpertWeights(NamedTuple):
     """FP8 copies of one layer's weights, in 128x128 blocks."""
 
@@ -107,25 +95,20 @@ class _Held:
     accumulators: tuple[Tensor, ...] = ()
 
 
-class Fp8Experts(Deferrable):
-    """The routed experts of one layer; parameters as in `experts.Experts`.
-
-    `version`: shared by the stage's layers (`set_weight_version`); None: the weights are quantised
-    in every forward, which is right but slow.
-    """
-
-    version: WeightVersion | None = None
+class Fp8Experts(WeightCopies):
+    """The routed experts of one layer, or those `held` here; parameters as in `experts.Experts`."""
 
     def __init__(
         self,
         dims: ModelDims,
         options: Fp8Options,
         *,
+        held: range | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        num, hidden, width = dims.num_experts, dims.hidden_size, dims.expert_width
+        hidden, width = dims.hidden_size, dims.expert_width
         if hidden % GROUP or width % GROUP:
             raise ValueError(
                 f"FP8 experts need widths that are multiples of {GROUP}; hidden_size is {hidden}, "
@@ -133,17 +116,16 @@ class Fp8Experts(Deferrable):
             )
         self.options = options
         self.limit = float(dims.swiglu_limit)
-        self.num_experts = num
         self.kernels: ExpertKernels = expert_kernels(options.backend)
-        self.gate_up = ExpertLinear(num, hidden, 2 * width, device=device, dtype=dtype)
-        self.down = ExpertLinear(num, width, hidden, device=device, dtype=dtype)
+        self.gate_up, self.down = expert_linears(dims, held, device=device, dtype=dtype)
         self._quantized: tuple[tuple[int, int, int], ExpertWeights] | None = None
         self._held = _Held()
 
     def forward(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """sum_k weights_nk expert_nk(x_n), [N, D] in x's dtype (bf16, or fp32 for tests).
 
-        experts_NK: distinct within a token, -1 for nowhere; weights_NK fp32.
+        experts_NK: counted from the first one held, distinct within a token, -1 for nowhere;
+        weights_NK fp32.
         """
         y_ND: Tensor = _Fp8Experts.apply(  # type: ignore[no-untyped-call]
             x_ND, weights_NK, self.gate_up.weight, self.down.weight, experts_NK, self
@@ -275,20 +257,6 @@ def fp32_grad(weight: nn.Parameter) -> Tensor:
             "else gave this weight a gradient"
         )
     return weight.grad
-
-
-def set_weight_version(unit: nn.Module, version: WeightVersion | None) -> None:
-    """Hands one version to every layer inside `unit` that keeps FP8 weights."""
-    for module in unit.modules():
-        if isinstance(module, Fp8Experts):
-            module.version = version
-
-
-def flush_weight_grads(unit: nn.Module) -> None:
-    """After a stage's last weight gradient of a step, before gradients are reduced."""
-    for module in unit.modules():
-        if isinstance(module, Fp8Experts):
-            module.flush_weight_grads()
 
 
 @torch.library.custom_op("ppruntime::fp8_experts", mutates_args=())

@@ -23,14 +23,15 @@ def init_parameters(unit: nn.Module, prefix: str, seed: int, std: float = 0.02) 
     offsets, position biases and routing biases 0. Values are drawn in fp32 on the CPU.
     """
     with torch.no_grad():
-        for name, parameter in unit.named_parameters():
-            constant = _constant(name)
-            if constant is None:
-                fill_normal(parameter, f"{prefix}.{name}", seed, std)
-            else:
-                parameter.fill_(constant)
-        for name, module in unit.named_modules():
-            _reset_buffers(module, f"{prefix}.{name}", seed)
+        for path, module in unit.named_modules(prefix=prefix):
+            first_row = getattr(module, "first_row", 0)  # of the experts, where others hold some
+            for name, parameter in module.named_parameters(path, recurse=False):
+                constant = _constant(name)
+                if constant is None:
+                    fill_normal(parameter, name, seed, std, first_row=first_row)
+                else:
+                    parameter.fill_(constant)
+            _reset_buffers(module, path, seed)
 
 
 def fill_normal(rows: Tensor, full_name: str, seed: int, std: float, *, first_row: int = 0) -> None:

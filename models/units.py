@@ -20,7 +20,7 @@ from ppruntime.models.head import HeadLoss, whole_loss
 from ppruntime.models.linear import Linear
 from ppruntime.models.mhc import Coefficients, HyperConnection, collapse
 from ppruntime.models.mhc_v4 import HeadCollapse
-from ppruntime.models.moe import MoE
+from ppruntime.models.moe import HERE, MoE, MoEOptions
 from ppruntime.models.norm import RMSNorm
 from ppruntime.models.residual import UsesResidual
 
@@ -98,6 +98,7 @@ class MoEUnit(UsesResidual):
         dims: ModelDims,
         spec: UnitSpec,
         *,
+        options: MoEOptions = HERE,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -105,8 +106,13 @@ class MoEUnit(UsesResidual):
         self.dims, self.spec = dims, spec
         self.mhc = HyperConnection(dims, device=device, dtype=dtype)
         self.norm = RMSNorm(dims.hidden_size, dims.norm_eps, device=device, dtype=dtype)
-        by_token_id = spec.role is Role.HASH
-        self.moe = MoE(dims, by_token_id=by_token_id, device=device, dtype=dtype)
+        self.moe = MoE(
+            dims,
+            by_token_id=spec.role is Role.HASH,
+            options=options,
+            device=device,
+            dtype=dtype,
+        )
 
     def forward(self, carry: Carry, batch: MicroBatch) -> Carry:
         streams_BTSD = _streams(carry)
@@ -172,6 +178,7 @@ def build_unit(
     dims: ModelDims,
     spec: UnitSpec,
     *,
+    moe: MoEOptions = HERE,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Unit:
@@ -179,13 +186,14 @@ def build_unit(
 
     `dtype` is the compute dtype; parameters that need it stay fp32 (`precision.holder_dtype`).
     """
+    if spec.kind is UnitKind.MOE:
+        return MoEUnit(dims, spec, options=moe, device=device, dtype=dtype)
     return _CLASSES[spec.kind](dims, spec, device=device, dtype=dtype)
 
 
 _CLASSES: dict[UnitKind, type[Unit]] = {
     UnitKind.EMBED: EmbedUnit,
     UnitKind.ATTENTION: AttentionUnit,
-    UnitKind.MOE: MoEUnit,
     UnitKind.HEAD: HeadUnit,
 }
 

@@ -37,6 +37,7 @@ class ApplyInBackward:
     def __call__(self, stage: int) -> None:
         """A collective of the stage's data ranks."""
         plan = self._pipeline.plan[stage]
+        self._pipeline.stages[stage].flush_weight_grads()
         for spec, unit in zip(plan.units, self._pipeline.stages[stage].units, strict=True):
             reduce_grads([unit], self._data_group)
             params: set[nn.Parameter] = set()

@@ -19,17 +19,20 @@ from ppruntime.channels import edge_of, make_channels
 from ppruntime.clocks import CudaClock, HostClock
 from ppruntime.config import Config
 from ppruntime.executor import Executor
+from ppruntime.expert_options import BY_TORCH, ExpertChoice, choose_experts, moe_options
 from ppruntime.host_memory import HostPool
 from ppruntime.master_offload import MasterOffload
 from ppruntime.models.dims import ModelDims, UnitSpec, unit_parameters, unit_specs
+from ppruntime.models.dispatch import ExpertGroup
 from ppruntime.models.head import head_loss
 from ppruntime.models.init import init_parameters
 from ppruntime.models.linear import WeightGradQueue, set_queue
+from ppruntime.models.parameters import Part
 from ppruntime.models.residual import UsesResidual, residual
 from ppruntime.models.units import HeadUnit, build_unit
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut
-from ppruntime.ranks import Ranks
+from ppruntime.ranks import Ranks, open_expert_group
 from ppruntime.recompute import kept_points
 from ppruntime.schedules.counts import Edge
 from ppruntime.schedules.credits import uncredited
@@ -66,6 +69,10 @@ class Pipeline:
     params: Mapping[str, nn.Parameter]
     buffers: Mapping[str, Tensor]
     param_order: tuple[str, ...]
+    split: frozenset[str]
+    """Names of the parameters of which this rank has a part by expert parallelism."""
+    notes: tuple[str, ...]
+    """What was chosen where the config leaves the choice."""
     transport: Transport
     host_pool: HostPool
     """Where activations and masters lie that are off the device; empty without any."""
@@ -94,7 +101,30 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
     plan = cut(dims, stage_to_rank, config.pp.layers_per_stage, seq_len=train.seq_len)
     shape = {"batch": train.micro_batch_size, "seq_len": train.seq_len}
     boundaries = expected_boundaries(dims, plan, dtype=compute_dtype(config), **shape)
-    stages = {s.index: build_stage(config, s, ranks) for s in plan if s.rank == ranks.pp_rank}
+    experts = choose_experts(config)
+    agree(
+        ranks.world_store("build"),
+        ranks.rank,
+        range(ranks.layout.world),
+        [
+            *(Fact(key, str(value)) for key, value in configuration.flatten(config).items()),
+            Fact("torch", torch.__version__),
+            Fact("the experts' backend", str(experts.backend)),
+            Fact("the order of work", digest(order.lowered)),
+        ],
+        timeout_seconds=config.fault.init_timeout_seconds,
+        what="the stages are built",
+    )
+    group = None
+    if ranks.layout.ep > 1:
+        # Half: who waits for a rank that waits in there hears the reason before its own limit.
+        limit = config.pp.timeout_seconds / 2
+        group = ExpertGroup.of(open_expert_group(ranks, timeout_seconds=limit))
+    stages = {
+        s.index: build_stage(config, s, ranks, experts=experts, group=group)
+        for s in plan
+        if s.rank == ranks.pp_rank
+    }
 
     handed_on = {s.index: describe(b) for s, b in zip(plan, boundaries, strict=False)}
     for index in handed_on.keys() & stages.keys():
@@ -103,15 +133,10 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
         handed_on[index] = describe(made)
         release_gathered(list(stages[index].units))
     agree(
-        ranks.world_store("build"),
+        ranks.world_store("boundaries"),
         ranks.rank,
         range(ranks.layout.world),
-        [
-            *(Fact(key, str(value)) for key, value in configuration.flatten(config).items()),
-            Fact("torch", torch.__version__),
-            Fact("the order of work", digest(order.lowered)),
-            *(Fact(f"what stage {index} hands on", text) for index, text in handed_on.items()),
-        ],
+        [Fact(f"what stage {index} hands on", text) for index, text in handed_on.items()],
         timeout_seconds=config.fault.init_timeout_seconds,
         what="the first transfer",
     )
@@ -173,6 +198,13 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
             for spec in unit_specs(dims)
             for p in unit_parameters(dims, spec)
         ),
+        split=frozenset(
+            f"{spec.name}.{p.name}"
+            for spec, _ in units
+            for p in unit_parameters(dims, spec)
+            if p.part is Part.EXPERTS and group is not None
+        ),
+        notes=(experts.note,) if experts.note else (),
         transport=transport,
         host_pool=host_pool,
         training=executor(order.lowered, training=True),
@@ -212,31 +244,42 @@ def warm_up_stage(
     units = list(stage.units)
     hold_gradients(units)
     warm_up(stage, received, batch=batch, seq_len=seq_len, device=ranks.device)
+    stage.flush_weight_grads()
     reduce_grads(units, ranks.data_group)
     stage.units.zero_grad(set_to_none=True)
 
 
-def build_stage(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
+def build_stage(
+    config: Config,
+    plan: StagePlan,
+    ranks: Ranks,
+    *,
+    experts: ExpertChoice = BY_TORCH,
+    group: ExpertGroup | None = None,
+) -> Stage:
     """One stage of this rank: its units, initialised, wrapped, with one queue for the weight
-    gradients that can wait. Only these units' memory is ever allocated.
+    gradients that can wait. Only these units' memory is ever allocated. With a `group` this rank
+    has its part of the experts.
 
     Masters are fp32: in bf16 the wrapping casts them once a step, see `wrap.shard_unit`.
     """
     dims, dtype = config.model.dims, compute_dtype(config)
+    moe = moe_options(config, plan.index, experts, group)
     units = []
     for spec in plan.units:
-        unit = build_unit(dims, spec, device=ranks.device, dtype=torch.float32)
+        unit = build_unit(dims, spec, moe=moe, device=ranks.device, dtype=torch.float32)
         init_parameters(unit, spec.name, config.train.seed)
         if isinstance(unit, HeadUnit):
             unit.loss_of = head_loss(config.kernels.head, ranks.device)
         if isinstance(unit, UsesResidual):
             unit.residual = residual(config.kernels.mhc, ranks.device)
         units.append(unit)
+    expert_mesh = ranks.expert_mesh if group is not None else None
     sharded = dtype is not torch.float32 or ranks.layout.num_data_ranks > 1
     wrap_units(
         units,
         recompute=[kept_points(config, spec) for spec in plan.units],
-        sharding=Sharding(ranks.data_mesh, dtype) if sharded else None,
+        sharding=Sharding(ranks.data_mesh, dtype, expert_mesh) if sharded else None,
         fp32_names=[
             frozenset(p.name for p in unit_parameters(dims, spec) if p.fp32) for spec in plan.units
         ],

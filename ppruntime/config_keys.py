@@ -109,7 +109,8 @@ class Pipeline(Section, frozen=True):
     """Receives are posted at most this many ops ahead of their reader, and at most this many are
     pending. Default: as early as a slot is free. Bitwise."""
     timeout_seconds: Seconds = 300.0
-    """Longest wait for one transfer. Default: above any healthy step. No numerics."""
+    """Longest wait for one transfer; ranks that share experts wait half of it for each other.
+    Default: above any healthy step. No numerics."""
 
     @property
     def num_chunks(self) -> int:
@@ -277,8 +278,22 @@ class Dispatch(Section, frozen=True):
 class ExpertCompute(Section, frozen=True):
     """`[moe.compute]`: how experts multiply."""
 
-    backend: Literal["torch", "triton", "deep_gemm"] = "torch"
-    """torch: plain PyTorch, the reference, runs everywhere. Changes numerics (FP8 backends)."""
+    backend: Literal["auto", "torch", "triton", "deep_gemm"] = "torch"
+    """torch: plain PyTorch in the compute dtype, the reference, runs everywhere. triton: FP8 with
+    own kernels. deep_gemm: FP8 with that package's GEMMs. auto: the last that works here. Changes
+    numerics (FP8 backends)."""
+    keep_expert_activations: bool = True
+    """FP8: keep what the first GEMM gives for the backward, else run it again. Bitwise."""
+    fp8_transposed_on_demand: bool | tuple[Annotated[int, Meta(ge=0)], ...] = False
+    """FP8: turn the weights in each backward instead of keeping a turned copy, a byte a weight; a
+    list names the stages that do. Bitwise."""
+    wgrad_tile_scales: bool = False
+    """FP8: one scale per 128 x 128 in weight gradients, less work. Changes numerics."""
+    fused_wgrad_micro_batches: (
+        Annotated[int, Meta(ge=1, le=4)] | tuple[Annotated[int, Meta(ge=1, le=4)], ...]
+    ) = 1
+    """FP8: micro-batches whose weight gradients are added in one launch; their operands wait. A
+    list has one entry a stage. Bitwise with triton, summation order with deep_gemm."""
 
 
 class Moe(Section, frozen=True):

@@ -20,6 +20,7 @@ from ppruntime.config_keys import (
     V_SCHEDULES,
     Config,
     Data,
+    ExpertCompute,
     Optim,
     Pipeline,
     Section,
@@ -33,6 +34,7 @@ Rule: TypeAlias = Callable[[Config], Iterator[Broken]]
 
 _MOST_LAYERS = 4096
 _LARGEST_SIZE = 2**31 - 1
+_FP8_BLOCK = 128
 _WARMUP_SCHEDULES = ("async_1f1b", "1f1b_w")
 _WHOLE_BACKWARD_SCHEDULES = ("gpipe", "1f1b", "async_1f1b", "interleaved_1f1b")
 
@@ -50,7 +52,6 @@ _NOT_BUILT = (
     _NotBuilt("pp.gemm_sms", (None,), "leave it out"),
     _NotBuilt("optim.type", ("adamw", "sign_sgd"), 'use "adamw" or "sign_sgd"'),
     _NotBuilt("moe.dispatch.type", ("torch",), 'use "torch"'),
-    _NotBuilt("moe.compute.backend", ("torch",), 'use "torch"'),
     *(
         _NotBuilt(f"kernels.{op}", ("reference",), 'use "reference"')
         for op in (
@@ -306,6 +307,44 @@ def _experts(config: Config) -> Iterator[Broken]:
         )
 
 
+def _expert_compute(config: Config) -> Iterator[Broken]:
+    compute, dims, key = config.moe.compute, config.model.dims, "moe.compute.backend"
+    if compute.backend == "torch":
+        for name in ExpertCompute.__struct_fields__:
+            value = getattr(compute, name)
+            if name != "backend" and value != getattr(ExpertCompute(), name):
+                yield (
+                    f"moe.compute.{name}",
+                    f"moe.compute.{name} = {show(value)} has no effect on {key} = "
+                    f'{show(compute.backend)}; leave it out or use "triton"',
+                )
+        return
+    if dims.hidden_size % _FP8_BLOCK or dims.expert_width % _FP8_BLOCK:
+        yield (
+            key,
+            f"{key} = {show(compute.backend)} needs widths that are multiples of {_FP8_BLOCK}; "
+            f"model.hidden_size is {dims.hidden_size}, model.expert_width {dims.expert_width}; use "
+            '"torch"',
+        )
+
+
+def _expert_stages(config: Config) -> Iterator[Broken]:
+    compute, num_stages = config.moe.compute, config.pp.num_stages
+    fused, on_demand = compute.fused_wgrad_micro_batches, compute.fp8_transposed_on_demand
+    if isinstance(fused, tuple) and len(fused) != num_stages:
+        yield (
+            "moe.compute.fused_wgrad_micro_batches",
+            f"moe.compute.fused_wgrad_micro_batches has {len(fused)} entries for {num_stages} "
+            "stages; give one a stage, or one number for all",
+        )
+    if isinstance(on_demand, tuple) and any(stage >= num_stages for stage in on_demand):
+        yield (
+            "moe.compute.fp8_transposed_on_demand",
+            f"moe.compute.fp8_transposed_on_demand names stage {max(on_demand)}; stages are "
+            f"numbered 0 to {num_stages - 1}",
+        )
+
+
 def _data_path(config: Config) -> Iterator[Broken]:
     if config.data.type == "tokens" and config.data.path is None:
         yield (
@@ -459,6 +498,8 @@ _RULES: tuple[Rule, ...] = (
     _activation_offload,
     _offload_masters,
     _experts,
+    _expert_compute,
+    _expert_stages,
     _transport,
     _layer_modes,
     _recompute_engram,

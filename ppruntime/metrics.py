@@ -53,6 +53,8 @@ class StepMetrics:
     """Wall time of the step on rank 0, without validation and saving."""
     tokens: int
     """Tokens since the run's beginning, over all ranks and starts."""
+    max_loads: tuple[float, ...] = ()
+    """By MoE layer: the busiest expert's tokens over the mean of all experts; 1 is balanced."""
     val_loss: float | None = None
     """Validation loss after this step, where it was measured."""
     resumed_at: int | None = None
@@ -129,7 +131,10 @@ class MetricsLog:
 
     def _write_board(self, metrics: StepMetrics) -> None:
         for name, value in asdict(metrics).items():
-            if value is not None and name not in ("step", "resumed_at"):
+            if name == "max_loads":
+                for layer, load in enumerate(value):
+                    self._board.add_scalar(f"max_load/{layer}", load, metrics.step)
+            elif value is not None and name not in ("step", "resumed_at"):
                 self._board.add_scalar(name, value, metrics.step)
 
     def _try_board(self, act: Callable[[], None]) -> None:

@@ -50,14 +50,18 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process and its groups. `mesh` has the axes pp, dp, ep."""
+    """This process and its groups."""
 
     layout: Layout
     rank: int
     device: torch.device
     mesh: DeviceMesh
+    """Axes pp and data: all ranks of a stage read different data."""
     lives: Mapping[int, Life]
     """The processes of those ranks that run on this host."""
+    stage_mesh: DeviceMesh | None = None
+    """The ranks of this rank's stage on the axes ep and dp, in this order: a layer's experts are
+    cut over ep first. None without expert parallelism: the data ranks are dp."""
 
     def part(self) -> None:
         """States that this process is about to end and has said all it had to: it is not lost."""
@@ -108,11 +112,22 @@ class Ranks:
     @property
     def data_mesh(self) -> DeviceMesh:
         """The ranks that hold the same stages and read other data."""
-        return self.mesh["dp"]
+        return self.mesh["data"]
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group("dp")
+        return self.mesh.get_group("data")
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """The ranks that hold the same stages and the same experts of them."""
+        return self.data_mesh if self.stage_mesh is None else self.stage_mesh["dp"]
+
+    @property
+    def expert_group_ranks(self) -> tuple[int, ...]:
+        """The ranks over which the experts of this rank's layers lie: neighbours."""
+        first = self.rank - self.rank % self.layout.ep
+        return tuple(range(first, first + self.layout.ep))
 
     @property
     def world_group(self) -> dist.ProcessGroup:
@@ -165,9 +180,34 @@ def join(layout: Layout, *, use_cuda: bool, timeout_seconds: float) -> Ranks:
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     mesh = init_device_mesh(
-        device.type, (layout.pp, layout.dp, layout.ep), mesh_dim_names=("pp", "dp", "ep")
+        device.type, (layout.pp, layout.num_data_ranks), mesh_dim_names=("pp", "data")
     )
-    return Ranks(layout, dist.get_rank(), device, mesh, _swap_lives())
+    stage_mesh = _stage_mesh(layout, device) if layout.ep > 1 else None
+    return Ranks(layout, dist.get_rank(), device, mesh, _swap_lives(), stage_mesh)
+
+
+def _stage_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    by_place = torch.arange(layout.world).view(layout.pp, layout.dp, layout.ep)
+    mesh = DeviceMesh(
+        device.type, by_place.transpose(1, 2).contiguous(), mesh_dim_names=("pp", "ep", "dp")
+    )
+    return mesh["ep", "dp"]
+
+
+def open_expert_group(ranks: Ranks, *, timeout_seconds: float) -> dist.ProcessGroup:
+    """A new group of `ranks.expert_group_ranks`, in which an exchange may take so long. A
+    collective of these ranks alone."""
+    group: dist.ProcessGroup | None = dist.new_group(
+        list(ranks.expert_group_ranks),
+        timeout=timedelta(seconds=timeout_seconds),
+        use_local_synchronization=True,
+        group_desc="experts",
+    )
+    assert group is not None
+    if ranks.device.type == "cuda":
+        # A communicator is made in its first collective, which all its ranks have to be in.
+        dist.all_reduce(torch.zeros((), device=ranks.device), group=group)
+    return group
 
 
 def _swap_lives() -> dict[int, Life]:

@@ -14,6 +14,7 @@ from ppruntime.config import Config, ConfigError, dumps
 from ppruntime.manifest import CheckpointError, TrainingState, find
 from ppruntime.metrics import MetricsLog, ProgressLine, StepMetrics, mfu, peak_flops
 from ppruntime.models.dims import counts
+from ppruntime.models.dispatch import DispatchError
 from ppruntime.ranks import Ranks
 from ppruntime.run_dir import ExitCode, RunDir, RunDirError, Status
 from ppruntime.schedules.ops import ScheduleError
@@ -32,6 +33,7 @@ _EXIT_CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
     (NonFiniteError, ExitCode.NONFINITE),
     (DisagreementError, ExitCode.DISAGREEMENT),
     (TransportError, ExitCode.RANK_DIED),
+    (DispatchError, ExitCode.RANK_DIED),
     (InterruptedTwiceError, ExitCode.INTERRUPTED),
     (StoppedError, ExitCode.STOPPED),
 )
@@ -164,10 +166,15 @@ class Reporter:
             ),
             step_seconds=seconds,
             tokens=tokens,
+            max_loads=result.max_loads,
             val_loss=val_loss,
         )
         self._log.write(metrics)
         self._progress.update(metrics)
+
+    def note(self, text: str) -> None:
+        """Tells the user something that is no step."""
+        self._progress.note(text)
 
     def finished(self, num_steps: int, saved: int, *, ran: bool) -> None:
         """All steps are done and saved; `ran`: some of them in this start."""

@@ -17,10 +17,11 @@ import torch
 
 from ppruntime import checkpoint
 from ppruntime.build import build_pipeline
-from ppruntime.config import Config, ConfigError, digest
+from ppruntime.config import Config, digest
 from ppruntime.data import Batches, open_data
 from ppruntime.manifest import CheckpointError, TrainingState, find
 from ppruntime.messages import any_rank, broadcast_bytes, first_complaint
+from ppruntime.models.dispatch import DispatchError
 from ppruntime.profiling import align_clocks, gather_step, write_timeline
 from ppruntime.ranks import Layout, Ranks, check_world, join, leave, started_rank
 from ppruntime.reporting import FORESEEN, LOSS_SECONDS, Record, Reporter, exit_code, tell
@@ -45,11 +46,6 @@ def run(config: Config) -> int:
             torch.set_num_threads(config.run.num_threads)
             layout = Layout(config.pp.size, config.parallel.dp, config.parallel.ep)
             check_world(layout)
-            if layout.ep > 1:
-                raise ConfigError(
-                    f"parallel.ep = {layout.ep}: the trainer has no expert parallelism yet, only"
-                    " `ppruntime plan` has; use 1"
-                )
             limit = config.fault.init_timeout_seconds
             ranks = join(layout, use_cuda=_wants_cuda(config), timeout_seconds=limit)
         except FORESEEN as error:
@@ -75,7 +71,10 @@ def _naming_the_lost(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, FORESEEN) or not (lost := ranks.lost(within_seconds=LOSS_SECONDS)):
+        # Of a peer that did not come to an exchange nobody knows yet whether it has ended.
+        if isinstance(error, FORESEEN) and not isinstance(error, DispatchError):
+            raise
+        if not (lost := ranks.lost(within_seconds=LOSS_SECONDS)):
             raise
         raise _loss(lost, error) from error
 
@@ -85,6 +84,8 @@ def _loss(lost: tuple[int, ...], error: RuntimeError) -> TransportError:
         f"rank {' and rank '.join(map(str, lost))} is lost, the process has ended; its own output"
         " may say why"
     )
+    if isinstance(error, DispatchError):
+        found.add_note(str(error))
     for note in getattr(error, "__notes__", ()):
         found.add_note(note)
     return found
@@ -113,6 +114,8 @@ def _train(config: Config, ranks: Ranks, termination: Termination) -> None:
         reporter = None
         if record is not None:
             reporter = stack.enter_context(Reporter(config, ranks, record, done))
+            for note in pipeline.notes:
+                reporter.note(note)
         parts = (trainer, train_data, validation, reporter, termination)
         _Loop(config, ranks, directory, *parts).run(done)
 
@@ -178,7 +181,9 @@ def _resume(config: Config, ranks: Ranks, directory: Path, trainer: Trainer) -> 
             " name a new run.dir, or leave the key out to go on from it"
         )
     try:
-        return checkpoint.load(latest, trainer.state_tensors(), group=ranks.world_group)
+        state = checkpoint.load(latest, trainer.state_tensors(), group=ranks.world_group)
+        trainer.weights_changed()
+        return state
     except CheckpointError as error:
         if len(found.committed) > 1:
             older = found.committed[-2].name

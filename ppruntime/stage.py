@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ppruntime.models.carry import DIFFERENTIABLE, Carry, MicroBatch
 from ppruntime.models.linear import WeightGradQueue
+from ppruntime.models.weight_copies import WeightVersion, flush_weight_grads, set_weight_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ class Stage:
         self._grad_inputs = tuple(name in DIFFERENTIABLE for name in inputs)
         self._grad_outputs = tuple(i for i, name in enumerate(outputs) if name in DIFFERENTIABLE)
         self._queue = queue
+        self._version = WeightVersion()
+        set_weight_version(self.units, self._version)
         self._in_flight: dict[int, _InFlight] = {}
         self._weight_tasks: dict[int, list[Callable[[], None]]] = {}
         self._loss_seed = torch.ones(())
@@ -140,6 +143,15 @@ class Stage:
             self._queue.deferring = False
         self._weight_tasks[micro_batch] = self._queue.pop()
         return input_grads
+
+    def flush_weight_grads(self) -> None:
+        """After the step's last backward, before gradients are reduced: adds the weight gradients
+        that layers hold back in order to add several micro-batches' at once."""
+        flush_weight_grads(self.units)
+
+    def weights_changed(self) -> None:
+        """After an update, or after loading weights: copies that layers made of them are stale."""
+        self._version.advance()
 
     def weight_grads(self, micro_batch: int) -> None:
         """Adds the weight gradients that `backward_input` put off, if the stage has any."""

@@ -9,18 +9,22 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from ppruntime.apply_in_backward import ApplyInBackward
 from ppruntime.build import Pipeline
 from ppruntime.config import Config
 from ppruntime.data import Batches
 from ppruntime.models.carry import MicroBatch
-from ppruntime.models.dims import UnitKind
+from ppruntime.models.dims import UnitKind, unit_specs
 from ppruntime.models.router import Router, updated_bias
 from ppruntime.optim import clip_, global_norm, lr_at, make_adamw, set_lr, state_tensors
 from ppruntime.optim.sign_sgd import SignSGD, make_sign_sgd
 from ppruntime.ranks import Ranks
 from ppruntime.wrap import hold_gradients, reduce_grads
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The optimizer's tensors that have their parameter's shape."""
 
 
 class NonFiniteError(ArithmeticError):
@@ -39,8 +43,13 @@ class StepResult:
     grad_norm: float
     """Global norm before clipping."""
     lr: float
-    max_load: float
-    """Largest ratio, over layers, of the busiest expert's tokens to the mean; 1 is balanced."""
+    max_loads: tuple[float, ...]
+    """The busiest expert's tokens over the mean, by MoE layer of the whole model; 1 is balanced."""
+
+    @property
+    def max_load(self) -> float:
+        """The worst layer's; 0 without experts."""
+        return max(self.max_loads, default=0.0)
 
 
 class Trainer:
@@ -51,6 +60,10 @@ class Trainer:
         self._config = config
         self._ranks = ranks
         optim = config.optim
+        stage_mesh = ranks.stage_mesh
+        self._split = (
+            dict.fromkeys(pipeline.split, stage_mesh.get_group("ep")) if stage_mesh else None
+        )
         self._optimizer: torch.optim.Optimizer
         if optim.type == "sign_sgd":
             self._optimizer = make_sign_sgd(
@@ -67,9 +80,37 @@ class Trainer:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All tensors of this rank that a checkpoint holds, by full name: weights, buffers such as
-        routing biases, and the optimizer's. Loading writes into them."""
+        routing biases, and the optimizer's. Loading writes into them, and calls `weights_changed`.
+
+        This rank's part of a layer's experts stands there as a shard of the layer's: a checkpoint
+        does not depend on how many ranks the experts lie over.
+        """
         weights: dict[str, Tensor] = {**self.pipeline.params, **self.pipeline.buffers}
-        return weights | state_tensors(self._optimizer, self.pipeline.params)
+        tensors = weights | state_tensors(self._optimizer, self.pipeline.params)
+        for name in self.pipeline.split:
+            for full_name in (name, *(f"optim.{key}.{name}" for key in _MOMENTS)):
+                if full_name in tensors:
+                    tensors[full_name] = self._shard_of_layer(tensors[full_name])
+        return tensors
+
+    def weights_changed(self) -> None:
+        """After an update, or after loading into `state_tensors`: copies of weights are stale."""
+        for stage in self.pipeline.stages.values():
+            stage.weights_changed()
+
+    def _shard_of_layer(self, experts: Tensor) -> Tensor:
+        """Shares the memory of this rank's shard. Whole layers are cut over ep, then over dp."""
+        mesh, num = self._ranks.stage_mesh, self.pipeline.dims.num_experts
+        assert mesh is not None, "experts are split over no mesh"
+        shape = torch.Size((num, *experts.shape[1:]))
+        return DTensor.from_local(
+            experts.to_local() if isinstance(experts, DTensor) else experts.detach(),
+            mesh,
+            (Shard(0), Shard(0)),
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
 
     def step(self, index: int, data: Batches) -> StepResult:
         """Forward, backward and update of step `index`, counted from 0.
@@ -87,12 +128,15 @@ class Trainer:
             set_lr(self._optimizer, self._lr(index))
             applied = ApplyInBackward(pipeline, self._optimizer, self._ranks.data_group)
         pipeline.training.run(self._batches(index, data), stage_done=applied)
+        for stage in pipeline.stages.values():
+            stage.flush_weight_grads()
         reduce_grads(units, self._ranks.data_group)
         loss, balance_loss = self._mean_losses(num_valid)
         norm = global_norm(
             pipeline.params,
             pipeline.param_order,
             pp_group=self._ranks.pipeline_group,
+            split=self._split,
             freed=applied.squares if applied else None,
             device=self._ranks.device,
         )
@@ -102,7 +146,7 @@ class Trainer:
             balance_loss=balance_loss,
             grad_norm=float(norm),
             lr=lr,
-            max_load=self._settle_routing(),
+            max_loads=self._settle_routing(),
         )
 
     def evaluate(self, data: Batches, num_steps: int) -> float:
@@ -173,6 +217,7 @@ class Trainer:
         set_lr(self._optimizer, lr)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        self.weights_changed()
         return lr
 
     def _lr(self, index: int) -> float:
@@ -185,20 +230,21 @@ class Trainer:
             num_steps=self._config.train.steps,
         )
 
-    def _settle_routing(self) -> float:
-        """Moves the routing biases against the step's loads, if wanted; gives the worst load."""
-        rate, worst = self._config.train.routing_bias_rate, 0.0
-        loads = self._loads()
+    def _settle_routing(self) -> tuple[float, ...]:
+        """Moves the routing biases against the step's loads, if wanted; gives each layer's worst
+        load."""
+        rate, loads = self._config.train.routing_bias_rate, self._loads()
+        names = [s.name for s in unit_specs(self.pipeline.dims) if s.kind is UnitKind.MOE]
+        worst = torch.zeros(len(names), dtype=torch.float64, device=self._ranks.device)
         for spec, unit in self.pipeline.units:
             if spec.name in loads:
                 load = loads[spec.name]
-                worst = max(worst, float(load.max() / load.double().mean()))
+                worst[names.index(spec.name)] = load.max() / load.double().mean()
                 router = _router(unit)
                 if rate and not router.by_token_id:
                     router.bias.copy_(updated_bias(router.bias, load, rate))
-        highest = torch.tensor(worst, dtype=torch.float64, device=self._ranks.device)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._ranks.pipeline_group)
-        return float(highest)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._ranks.pipeline_group)
+        return tuple(worst.tolist())
 
     def _loads(self) -> Mapping[str, Tensor]:
         """Tokens of the step per expert, over all data ranks, by unit of this rank."""

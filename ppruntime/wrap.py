@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, cast
 
@@ -32,10 +32,12 @@ from ppruntime.models.save_points import SavePoint, point_of
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How parameters lie over the data ranks. `mesh` has one axis."""
+    """How parameters lie over the data ranks. The meshes have one axis."""
 
     mesh: DeviceMesh
     compute_dtype: torch.dtype
+    expert_mesh: DeviceMesh | None = None
+    """With expert parallelism: the ranks that hold the same experts."""
 
 
 def wrap_units(
@@ -132,6 +134,11 @@ def shard_unit(unit: nn.Module, sharding: Sharding, fp32_names: Collection[str])
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     lower = sharding.compute_dtype is not torch.float32
     whole = {p for name, p in unit.named_parameters() if lower and name in fp32_names}
+    if sharding.expert_mesh is not None:
+        of_experts = replace(sharding, mesh=sharding.expert_mesh, expert_mesh=None)
+        for name, module in unit.named_modules():
+            if name == "moe.experts":
+                shard_unit(module, of_experts, ())
     policy = MixedPrecisionPolicy(
         param_dtype=sharding.compute_dtype if lower else None,
         reduce_dtype=torch.float32,
@@ -148,9 +155,9 @@ def shard_unit(unit: nn.Module, sharding: Sharding, fp32_names: Collection[str])
 
 def release_gathered(units: Sequence[nn.Module]) -> None:
     """Frees gathered parameters: the units' `parameters()` are the shards again."""
-    for unit in units:
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
+    for module in (m for unit in units for m in unit.modules()):
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def hold_gradients(units: Sequence[nn.Module]) -> None:
@@ -167,6 +174,9 @@ def reduce_grads(units: Sequence[nn.Module], data_group: dist.ProcessGroup) -> N
     """After a stage's last weight gradient: averages its gradients over the data ranks, once a
     step. Without FSDP there is nothing to do.
 
+    Experts that lie over several data ranks have seen the tokens of all of them: their sum is taken
+    over the ranks that hold the same ones, and the mean still over all.
+
     Weight gradients that an order puts off are added outside autograd, after FSDP's own hooks have
     run; so its post-backward is called here, as torch's pipelining does.
     """
@@ -177,12 +187,19 @@ def reduce_grads(units: Sequence[nn.Module], data_group: dist.ProcessGroup) -> N
         unit.set_is_last_backward(True)
         unit.set_reshard_after_backward(True)
         unit.set_requires_gradient_sync(True)
-        state = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # one group in older releases
-        for group in [state._fsdp_param_group] if groups is None else groups:
-            if group is not None:
-                group.post_backward()
-        state._root_post_backward_final_callback()
+        for module in unit.modules():
+            if isinstance(module, FSDPModule):
+                state = module._get_fsdp_state()
+                groups = getattr(state, "_fsdp_param_groups", None)  # one group in older releases
+                for group in [state._fsdp_param_group] if groups is None else groups:
+                    if group is not None:
+                        group.post_backward()
+        unit._get_fsdp_state()._root_post_backward_final_callback()
+        for parameter in unit.parameters():
+            if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+                share = parameter.device_mesh.size() / data_group.size()
+                if share != 1:
+                    parameter.grad.to_local().mul_(share)
         whole += [
             p.grad for p in unit.parameters() if not isinstance(p, DTensor) and p.grad is not None
         ]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 _VOCABULARY = frozenset({"embed.weight", "head.projection.weight"})
@@ -35,10 +36,11 @@ def make_adamw(
 ) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) over the parameters that need a gradient.
 
-    There are always four groups, with and without decay, sharded and whole, any of which may be
-    empty, so a rank without parameters is no special case; a fused update takes no mixture of
-    sharded tensors and others. All state is made at once: memory is known before the
-    first step, and a checkpoint finds the same names at every step. On CUDA the update is fused.
+    There are groups with and without decay, of whole tensors and of those sharded over each mesh;
+    any may be empty, so a rank without parameters is no special case. A fused update takes no
+    mixture of meshes, nor of sharded tensors and others. All state is made at once: memory is known
+    before the first step, and a checkpoint finds the same names at every step. On CUDA the update
+    is fused.
     Raises ValueError for a parameter that is not fp32: a bf16 weight forgets updates below 2^-8.
     """
     trainable = {name: param for name, param in params.items() if param.requires_grad}
@@ -48,17 +50,18 @@ def make_adamw(
                 f"AdamW got {name} in {param.dtype}; keep parameters in torch.float32 and cast them"
                 " to the compute dtype in the forward"
             )
+    meshes = list(dict.fromkeys((None, *map(_mesh, trainable.values()))))
     groups = [
         {
             "params": [
                 p
                 for name, p in trainable.items()
-                if decays(name, p.shape) == decayed and isinstance(p, DTensor) == sharded
+                if decays(name, p.shape) == decayed and _mesh(p) == mesh
             ],
             "weight_decay": weight_decay if decayed else 0.0,
         }
         for decayed in (True, False)
-        for sharded in (True, False)
+        for mesh in meshes
     ]
     fused = any(param.is_cuda for param in trainable.values())
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, foreach=False, fused=fused)
@@ -70,6 +73,10 @@ def make_adamw(
             "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
         }
     return optimizer
+
+
+def _mesh(param: nn.Parameter) -> DeviceMesh | None:
+    return param.device_mesh if isinstance(param, DTensor) else None
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -15,6 +15,7 @@ def global_norm(
     order: Sequence[str],
     *,
     pp_group: dist.ProcessGroup | None,
+    split: Mapping[str, dist.ProcessGroup] | None = None,
     freed: Mapping[str, Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
@@ -22,7 +23,8 @@ def global_norm(
 
     `params` are this rank's parameters; `order` names the parameters of the whole model, each held
     by one pipeline rank, the same list on every rank. A gradient that is None counts as zero.
-    None as `pp_group`: this rank holds all of the model.
+    None as `pp_group`: this rank holds all of the model. `split`: parameters of which the ranks of
+    a group hold different parts, beyond what their DTensors say, the same names on all of them.
 
     `freed`: the `local_square` of gradients that are no more.
 
@@ -38,16 +40,18 @@ def global_norm(
     squares = torch.zeros(len(order), dtype=torch.float64, device=device)
     sharded: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for name, param in params.items():
-        is_freed = freed is not None and name in freed
-        if param.grad is None and not is_freed:
-            continue
-        whole = param if param.grad is None else param.grad
-        if isinstance(whole, DTensor):
-            sharded.setdefault(_shard_groups(name, whole), []).append(index[name])
+        groups: tuple[dist.ProcessGroup, ...] = ()
+        if split is not None and name in split:
+            groups = (split[name],)
+        local = param.grad
+        if isinstance(param, DTensor):
+            groups = _shard_groups(name, param if local is None else local) + groups
+        if groups:  # also without a gradient: the others may have one
+            sharded.setdefault(groups, []).append(index[name])
         if freed is not None and name in freed:
             squares[index[name]] = freed[name]
-        elif param.grad is not None:
-            squares[index[name]] = local_square(param.grad)
+        elif local is not None:
+            squares[index[name]] = local_square(local)
     for groups, positions in sharded.items():
         part = squares[positions]
         for group in groups:
@@ -74,8 +78,9 @@ def clip_(params: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=False)
 
 
-def _shard_groups(name: str, grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
+def _shard_groups(name: str, grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The groups over which the squares of a gradient's shards add up to the whole."""
+    assert isinstance(grad, DTensor), f"{name} is sharded and its gradient is not"
     groups = []
     for axis, placement in enumerate(grad.placements):
         if isinstance(placement, Shard):

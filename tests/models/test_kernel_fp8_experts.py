@@ -16,10 +16,11 @@ from torch.utils.checkpoint import (
 from ppruntime.models import fp8_experts
 from ppruntime.models.dims import preset
 from ppruntime.models.experts import clamped_swiglu
-from ppruntime.models.fp8_experts import Fp8Experts, Fp8Options, WeightVersion
+from ppruntime.models.fp8_experts import Fp8Experts, Fp8Options
 from ppruntime.models.kernels import expert_backends
 from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.models.linear import WeightGradQueue, set_queue
+from ppruntime.models.weight_copies import WeightVersion, flush_weight_grads, set_weight_version
 
 pytestmark = pytest.mark.gpu if ON_GPU else []
 HIDDEN, WIDTH, EXPERTS, PER_TOKEN = (512, 256, 6, 3) if ON_GPU else (256, 128, 3, 2)
@@ -206,7 +207,7 @@ def test_fused_micro_batches_have_the_bits_of_one_launch_each(options, fused):
         case = batch(seed=seed)
         assert equal(gradients(apart, *case)[:3], gradients(together, *case)[:3])
     held_back = together.down.weight.grad.clone()
-    fp8_experts.flush_weight_grads(torch.nn.ModuleList([together]))
+    flush_weight_grads(torch.nn.ModuleList([together]))
     assert not torch.equal(together.down.weight.grad, held_back)
     for a, b in zip(apart.parameters(), together.parameters(), strict=True):
         assert a.grad.dtype is torch.float32
@@ -268,7 +269,7 @@ def test_weights_are_quantised_once_per_version():
     gradients(experts, *case)
     assert count == 4  # without a version: two weights in every forward
     version = WeightVersion()
-    fp8_experts.set_weight_version(torch.nn.ModuleList([experts]), version)
+    set_weight_version(torch.nn.ModuleList([experts]), version)
     first = gradients(experts, *case)[0]
     assert torch.equal(first, gradients(experts, *case)[0])
     assert count == 6

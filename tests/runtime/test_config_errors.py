@@ -392,7 +392,6 @@ UNBUILT = [
     ("pp.gemm_sms=120", "120", "leave it out"),
     ("optim.type=muon", '"muon"', 'use "adamw" or "sign_sgd"'),
     ("moe.dispatch.type=deep_ep", '"deep_ep"', 'use "torch"'),
-    ("moe.compute.backend=triton", '"triton"', 'use "torch"'),
     ("kernels.attention=triton", '"triton"', 'use "reference"'),
     ("fault.nonfinite=skip", '"skip"', 'use "stop"'),
 ]

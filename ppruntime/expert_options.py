@@ -1,0 +1,75 @@
+"""Config -> how the experts of a stage are computed, and by whom if the config leaves it open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ppruntime.config import Config, ConfigError
+from ppruntime.models.dispatch import ExpertGroup
+from ppruntime.models.kernels.expert_backends import ExpertBackend, unavailable_reason
+from ppruntime.models.moe import MoEOptions
+
+_FASTEST_FIRST = (ExpertBackend.DEEP_GEMM, ExpertBackend.TRITON)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertChoice:
+    """Who computes the experts: `backend` in FP8; None: torch, in the compute dtype."""
+
+    backend: ExpertBackend | None
+    note: str | None = None
+    """What was chosen and why, where the config says "auto"."""
+
+
+BY_TORCH = ExpertChoice(None)
+"""Experts in the compute dtype."""
+
+
+def choose_experts(config: Config) -> ExpertChoice:
+    """The backend that the config names, or with "auto" the fastest that works here.
+
+    Raises ConfigError for a named one that does not: what is missing, and what works without it.
+    """
+    wanted = config.moe.compute.backend
+    if wanted == "torch":
+        return BY_TORCH
+    if wanted != "auto":
+        backend = ExpertBackend(wanted)
+        if (reason := unavailable_reason(backend)) is not None:
+            works = '"triton"' if unavailable_reason(ExpertBackend.TRITON) is None else '"torch"'
+            remedy = "" if works in reason else f"; moe.compute.backend = {works} works here"
+            raise ConfigError(f"{reason}{remedy}")
+        return ExpertChoice(backend)
+    reasons: list[str] = []
+    for backend in _FASTEST_FIRST:
+        reason = unavailable_reason(backend)
+        if reason is None:
+            return ExpertChoice(backend, _note(f"{backend.value}: FP8 experts", reasons))
+        reasons.append(reason)
+    return ExpertChoice(None, _note("torch: experts in the compute dtype", reasons))
+
+
+def moe_options(
+    config: Config, stage: int, choice: ExpertChoice, group: ExpertGroup | None
+) -> MoEOptions:
+    """How stage `stage` computes its experts, which lie over `group`; None: all are here."""
+    if choice.backend is None:
+        return MoEOptions(group=group)
+    from ppruntime.models.fp8_experts import Fp8Options  # needs Triton
+
+    compute = config.moe.compute
+    on_demand, fused = compute.fp8_transposed_on_demand, compute.fused_wgrad_micro_batches
+    fp8 = Fp8Options(
+        backend=choice.backend,
+        keep_expert_activations=compute.keep_expert_activations,
+        fp8_transposed_on_demand=on_demand if isinstance(on_demand, bool) else stage in on_demand,
+        wgrad_tile_scales=compute.wgrad_tile_scales,
+        fused_wgrad_micro_batches=fused if isinstance(fused, int) else fused[stage],
+        gemm_sms=config.pp.gemm_sms,
+    )
+    return MoEOptions(fp8, group)
+
+
+def _note(chosen: str, reasons: list[str]) -> str:
+    why = f" ({'; '.join(reasons)})" if reasons else ""
+    return f'moe.compute.backend = "auto" takes {chosen}{why}'

@@ -1,0 +1,219 @@
+"""Experts over the ranks of a group: bitwise what one process makes of their tokens.
+
+In fp32 of each rank's tokens by themselves, the experts' gradients added up; in FP8, whose experts'
+gradients have scales over 128 rows, of all tokens together.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from fp8_cases import ON_GPU
+from msgspec.structs import replace
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from ppruntime.models import dispatch
+from ppruntime.models.dims import preset
+from ppruntime.models.dispatch import OPS, DispatchError, ExpertGroup, make_routes
+from ppruntime.models.init import init_parameters
+from ppruntime.models.linear import WeightGradQueue, set_queue
+from ppruntime.models.moe import MoE, MoEOptions
+from ppruntime.models.router import Routing, expert_counts
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="these ranks talk through gloo")
+TINY = preset("tiny")
+NUM_EXPERTS, PER_TOKEN = TINY.num_experts, TINY.experts_per_token
+SMALL_FP8 = replace(TINY, hidden_size=128, expert_width=128, num_experts=4)
+
+
+def routing_of(case: str, num_tokens: int, num_experts: int) -> torch.Tensor:
+    """[N, K] experts of one rank's tokens."""
+    order = torch.rand(num_tokens, num_experts).argsort(-1)
+    if case == "all to the first experts":
+        return torch.arange(PER_TOKEN).expand(num_tokens, -1).contiguous()
+    if case == "one expert has most":
+        order[:, 0] = torch.where(torch.rand(num_tokens) < 0.9, num_experts - 1, order[:, 0])
+        order[:, 1] = torch.where(order[:, 1] == order[:, 0], (order[:, 0] + 1) % 3, order[:, 1])
+    return order[:, :PER_TOKEN].contiguous()
+
+
+CASES = {
+    "even": (12, 12),
+    "uneven": (9, 5),
+    "all to the first experts": (9, 5),
+    "one expert has most": (40, 30),
+    "a rank without tokens": (9, 0),
+    "no tokens at all": (0, 0),
+}
+
+
+def routed(moe: MoE, x, experts_NK, weights_NK, grad):
+    """Outputs and gradients of the routed experts under a given routing."""
+    x, weights_NK = x.clone().requires_grad_(), weights_NK.clone().requires_grad_()
+    routing = Routing(experts_NK, weights_NK, weights_NK)
+    y = moe._routed(x, routing, expert_counts(experts_NK, 1, moe.dims.num_experts))
+    y.backward(grad)
+    grads = [w.grad for w in moe.experts.parameters()]
+    return [y.detach(), x.grad, weights_NK.grad, *grads]
+
+
+def make(dims, options, dtype):
+    moe = MoE(dims, options=options, dtype=dtype)
+    init_parameters(moe, "moe", 1, std=0.1)
+    return moe
+
+
+def compare_with_one_process(rank: int, fp8: bool):
+    dist.init_process_group("gloo")
+    group = ExpertGroup.of(dist.new_group([0, 1]))
+    dims, dtype, options = TINY, torch.float32, None
+    if fp8:
+        from ppruntime.models.fp8_experts import Fp8Options
+        from ppruntime.models.kernels.expert_backends import ExpertBackend
+
+        dims, dtype = SMALL_FP8, torch.bfloat16
+        options = Fp8Options(backend=ExpertBackend.REFERENCE)
+    found: dict[str, list[str]] = {}
+    names = ("y", "dx", "dp", "dW13", "dW2")
+    for case, sizes in CASES.items():
+        torch.manual_seed(len(case))
+        num, hidden = sum(sizes), dims.hidden_size
+        x, grad = torch.randn(num, hidden, dtype=dtype), torch.randn(num, hidden)
+        weights = torch.rand(num, PER_TOKEN) + 0.1
+        experts = torch.cat([routing_of(case, n, dims.num_experts) for n in sizes])
+        slices = [slice(0, sizes[0]), slice(sizes[0], num)]
+        own, here = slices[rank], group.held(dims.num_experts)
+        whole = make(dims, MoEOptions(options), dtype)
+        # Gradients of parameters add up over the parts.
+        parts = [
+            routed(whole, x[part], experts[part], weights[part], grad[part])
+            for part in ([slice(0, num)] if fp8 else slices)
+        ]
+        tokens = [torch.cat(results) for results in zip(*(part[:3] for part in parts), strict=True)]
+        moe = make(dims, MoEOptions(options, group), dtype)
+        part = routed(moe, x[own], experts[own], weights[own], grad[own])
+        expected = [t[own] for t in tokens] + [g[here.start : here.stop] for g in parts[-1][3:]]
+        found[case] = [
+            name for name, a, b in zip(names, part, expected, strict=True) if not torch.equal(a, b)
+        ]
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "FP8"])
+def test_two_ranks_compute_bitwise_what_one_process_makes_of_their_tokens(fp8, run_ranks):
+    for found in run_ranks(2, compare_with_one_process, fp8):
+        assert found == {case: [] for case in CASES}
+
+
+def count_exchanges(rank: int):
+    """Exchanges of one forward and backward: plain, with weight gradients that wait, and with a
+    checkpointed layer that keeps what the exchanges gave. And whether gradients are the same."""
+    dist.init_process_group("gloo")
+    group = ExpertGroup.of(dist.new_group([0, 1]))
+    made: list[str] = []
+    swap = dispatch._swap
+
+    def counted(here, outgoing, incoming, what):
+        made.append(what)
+        swap(here, outgoing, incoming, what)
+
+    dispatch._swap = counted
+    kept = {getattr(torch.ops.ppruntime, op.partition("::")[2]).default for op in OPS}
+
+    def contexts():
+        def policy(context, op, *args, **kwargs):
+            del context, args, kwargs
+            return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    results = {}
+    for way in ("plain", "waiting", "checkpointed"):
+        moe = make(TINY, MoEOptions(group=group), torch.float32)
+        queue = WeightGradQueue()
+        set_queue(moe, queue)
+        queue.deferring = way == "waiting"
+        torch.manual_seed(rank)
+        x = torch.randn(1, 12, TINY.hidden_size, requires_grad=True)
+        ids = torch.zeros(1, 12, dtype=torch.int64)
+        made.clear()
+        if way == "checkpointed":
+            y = checkpoint(
+                lambda x, moe=moe, ids=ids: moe(x, ids).y_BTD,
+                x,
+                use_reentrant=False,
+                context_fn=contexts,
+            )
+        else:
+            y = moe(x, ids).y_BTD
+        y.square().sum().backward()
+        calls = list(made)
+        for task in queue.pop():
+            task()
+        assert made == calls, "a weight gradient that waited made an exchange"
+        results[way] = calls, [x.grad, *(p.grad for p in moe.parameters())]
+    dist.destroy_process_group()
+    calls, grads = results["plain"]
+    return calls, {
+        way: other == calls and all(map(torch.equal, theirs, grads))
+        for way, (other, theirs) in results.items()
+    }
+
+
+def test_each_exchange_is_made_once_also_by_a_recompute_and_never_by_a_weight_gradient(run_ranks):
+    there, back = "rows for the experts", "the experts' results"
+    for calls, same in run_ranks(2, count_exchanges):
+        assert calls == ["token counts", there, back, there, back]
+        assert same == {"plain": True, "waiting": True, "checkpointed": True}
+
+
+def lose_a_peer(rank: int, how: str):
+    """Three ranks exchange counts; the last one ends or sleeps at its second exchange."""
+    dist.init_process_group("gloo")
+    group = ExpertGroup.of(dist.new_group([0, 1, 2], timeout=timedelta(seconds=6)))
+    counts = torch.tensor([rank, 2, 3])
+    assert make_routes(counts, group).rows_per_expert == [[0, 1, 2], [2, 2, 2], [3, 3, 3]][rank]
+    if rank == 2 and how == "ends":
+        os._exit(7)
+    if rank == 2:
+        with suppress(Exception):
+            dist.distributed_c10d._get_default_store().wait(["told"], timedelta(seconds=60))
+        return None
+    with pytest.raises(DispatchError) as caught:
+        make_routes(counts, group)
+    store = dist.distributed_c10d._get_default_store()
+    if store.add("heard", 1) == 2:
+        store.set("told", "")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["ends", "is late"])
+def test_a_peer_that_ends_or_is_late_is_named_with_its_group_by_all_others(how, rank_outcomes):
+    outcomes = rank_outcomes(3, lose_a_peer, how, timeout_seconds=60)
+    for outcome in outcomes[:2]:
+        assert outcome.error_text is None
+        assert outcome.value.startswith(
+            "rank 2 of the expert group of ranks [0, 1, 2] did not take part in exchanging token"
+            " counts: it is late or has ended ("
+        )
+
+
+def test_ops_give_shapes_on_the_meta_device():
+    dispatch._GROUPS["4,5"] = ExpertGroup(None, (4, 5))
+    rows = torch.empty(7, 3, dtype=torch.bfloat16, device="meta")
+    sent = torch.ops.ppruntime.expert_dispatch(rows, [3, 4], [2, 2], "4,5")
+    assert (sent.shape, sent.dtype) == ((4, 3), torch.bfloat16)
+    assert torch.ops.ppruntime.expert_combine(sent, [2, 2], [3, 4], "4,5").shape == (7, 3)
+    counts = torch.ops.ppruntime.expert_counts(torch.empty(6, device="meta"), "4,5")
+    assert counts.shape == (2, 3)
+    del dispatch._GROUPS["4,5"]

@@ -1,0 +1,237 @@
+"""Whole runs with experts over ranks: against one process, at other cuts, unbalanced, ended.
+
+Bitwise over pp at one ep; over ep gradients are sums in another order, within a millionth.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_runs import CONFIG, SMALL, train
+from torch.distributed.tensor import DTensor
+
+from ppruntime.compare import compare_metrics
+from ppruntime.metrics import read_metrics
+from ppruntime.run_dir import read_status
+
+COMMON = (
+    "train.steps=2",
+    "train.balance_loss_weight=1e-2",
+    "train.routing_bias_rate=1e-3",
+    "train.eval_interval=2",
+    "optim.min_lr=3e-3",
+)
+EP2 = ("pp.size=1", "parallel.ep=2", "train.num_micro_batches=2")
+
+
+@contextmanager
+def trainer_of(overrides: tuple[str, ...]) -> Iterator[tuple]:
+    """A trainer, its data and its ranks, for one rank of a started world."""
+    from ppruntime.build import build_pipeline
+    from ppruntime.config import load
+    from ppruntime.data import open_data
+    from ppruntime.ranks import Layout, join, leave
+    from ppruntime.trainer import Trainer
+
+    config = load([CONFIG], [*SMALL, *COMMON, *overrides])
+    layout = Layout(config.pp.size, config.parallel.dp, config.parallel.ep)
+    ranks = join(layout, use_cuda=False, timeout_seconds=120)
+    pipeline = build_pipeline(config, ranks)
+    try:
+        yield Trainer(config, ranks, pipeline), open_data(config), ranks
+    finally:
+        dist.barrier()
+        pipeline.transport.close()
+        leave()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+# --- against one process --------------------------------------------------------------------------
+
+
+def first_gradients(rank: int, overrides: tuple[str, ...]):
+    """What the first step gives, and the gradients that it clips, whole; of split layers the part
+    of this rank with its first expert."""
+    import ppruntime.trainer as module
+
+    with trainer_of(overrides) as (trainer, data, ranks):
+        found: dict[tuple[str, int], torch.Tensor] = {}
+        norm = module.global_norm
+
+        def spied(params, *args, **options):
+            for name, param in params.items():
+                if param.grad is not None:
+                    split = name in trainer.pipeline.split
+                    first = ranks.rank % ranks.layout.ep if split else 0
+                    found[name, first] = whole(param.grad)
+            return norm(params, *args, **options)
+
+        module.global_norm = spied
+        return trainer.step(0, data), found
+
+
+def test_first_gradients_are_within_a_millionth_of_one_process(run_ranks):
+    layouts = {
+        4: ("parallel.ep=2", "pp.size=2", "pp.schedule=1f1b_w", "train.num_micro_batches=2"),
+        1: ("pp.size=1", "train.num_micro_batches=4"),
+    }
+    results = {ranks: run_ranks(ranks, first_gradients, o) for ranks, o in layouts.items()}
+    [(alone, expected)] = results[1]
+    gradients: dict[str, dict[int, torch.Tensor]] = {}
+    for result, found in results[4]:
+        assert result.loss == pytest.approx(alone.loss, rel=1e-6)
+        assert result.grad_norm == pytest.approx(alone.grad_norm, rel=1e-6)
+        assert result.balance_loss == pytest.approx(alone.balance_loss, rel=1e-6)
+        assert result.max_loads == alone.max_loads
+        for (name, first), grad in found.items():
+            gradients.setdefault(name, {})[first] = grad
+    assert gradients.keys() == {name for name, _ in expected}
+    for (name, _), grad in expected.items():
+        parts = [part for _, part in sorted(gradients[name].items())]
+        assert len(parts) == (2 if ".moe.experts." in name else 1)
+        error = (torch.cat(parts) - grad).norm() / grad.norm().clamp_min(1e-30)
+        assert error < 1e-6, (name, float(error))
+
+
+# --- over cuts, and saved at one layout and loaded at another -------------------------------------
+
+
+def state(rank: int, path: str, overrides: tuple[str, ...], save_to: str | None):
+    """Everything that this rank finds in a checkpoint, whole; saved again if wanted."""
+    from ppruntime import checkpoint
+
+    with trainer_of(overrides) as (trainer, _, ranks):
+        tensors = trainer.state_tensors()
+        training = checkpoint.load(Path(path), tensors, group=ranks.world_group)
+        if save_to is not None:
+            checkpoint.save(Path(save_to), tensors, training, group=ranks.world_group)
+        return {name: whole(tensor) for name, tensor in tensors.items()}
+
+
+def test_a_pipeline_of_expert_groups_is_one_groups_run_and_loads_at_any_layout_bitwise(
+    tmp_path, run_ranks
+):
+    one, four = tmp_path / "one", tmp_path / "pipeline"
+    cut = ("pp.size=2", "pp.schedule=1f1b_w", "ac.mode=full")
+    for num_ranks, run_dir, more in ((2, one, ()), (4, four, cut)):
+        told = run_ranks(num_ranks, train, str(run_dir), (*COMMON, *EP2, *more))
+        assert [code for code, _, _ in told] == [0] * num_ranks, told
+    assert compare_metrics(four / "metrics.jsonl", one / "metrics.jsonl").equal
+    loads = [step.max_loads for step in read_metrics(four / "metrics.jsonl")]
+    assert [len(of_step) for of_step in loads] == [8, 8]
+    assert all(1 <= load <= 4 for of_step in loads for load in of_step)
+
+    written, again = four / "ckpt" / "step-00000002", tmp_path / "again"
+    [alone] = run_ranks(1, state, str(written), ("pp.size=1",), str(again))
+    both = ("pp.size=1", "parallel.ep=2", "parallel.dp=2")
+    layouts = ((2, EP2, written), (4, both, again / written.name))
+    for num_ranks, overrides, path in layouts:
+        for found in run_ranks(num_ranks, state, str(path), overrides, None):
+            assert found.keys() == alone.keys()
+            for name, tensor in found.items():
+                assert torch.equal(tensor, alone[name]), name
+    names = [name for name in alone if "experts.down" in name]
+    assert len(names) == 8 * 4, "weights, two moments and a step count"
+
+
+# --- real routing ---------------------------------------------------------------------------------
+
+
+def train_unbalanced(rank: int, overrides: tuple[str, ...]):
+    """Two steps in which every token goes to expert 0; tokens that each rank's experts got."""
+    from ppruntime.models import moe as module
+
+    received: list[list[int]] = []
+    make_routes = module.make_routes
+
+    def noted(*args):
+        routes = make_routes(*args)
+        received.append(routes.rows_per_expert)
+        return routes
+
+    module.make_routes = noted
+    with trainer_of(overrides) as (trainer, data, _):
+        for name, buffer in trainer.pipeline.buffers.items():
+            if name.endswith("router.bias"):
+                buffer[0] = 1e4
+        received.clear()  # of the start-up
+        results = [trainer.step(index, data) for index in range(2)]
+        of_first = [sum(rows[:: len(rows) // 2]) for rows in received]
+        return results, [sum(rows) for rows in received], of_first
+
+
+@pytest.mark.parametrize(
+    ("experts", "per_token", "load"),
+    [(8, 1, 8.0), (40, 2, 20.0)],
+    ids=["all to one expert", "twenty times the mean"],
+)
+def test_unbalanced_runs_finish_lose_no_token_and_say_how_bad_it_is(
+    experts, per_token, load, run_ranks
+):
+    sizes = (f"model.num_experts={experts}", f"model.experts_per_token={per_token}")
+    spread, alone = (*EP2, *sizes), ("pp.size=1", "train.num_micro_batches=4", *sizes)
+    (results, rows, of_first), (_, others, _) = run_ranks(2, train_unbalanced, spread)
+    [(expected, _, _)] = run_ranks(1, train_unbalanced, alone)
+    tokens = 2 * 16  # of both ranks in a micro-batch
+    assert len(rows) == len(others) == 2 * 2 * 8, "steps, micro-batches, layers"
+    assert [a + b for a, b in zip(rows, others, strict=True)] == [tokens * per_token] * len(rows)
+    assert of_first == [tokens] * len(rows)
+    if per_token == 1:
+        assert not any(others), "a rank without tokens got some"
+    for result, other in zip(results, expected, strict=True):
+        assert result.max_loads == (load,) * 8
+        assert result.loss == pytest.approx(other.loss, rel=1e-5)
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+LIMIT_SECONDS = 20
+
+
+def train_with_a_bad_peer(rank: int, run_dir: str, how: str):
+    from ppruntime.models import dispatch
+
+    swap, calls = dispatch._swap, []
+
+    def sometimes(*args):
+        calls.append(1)
+        if rank == 3 and len(calls) == 75:  # in the second step
+            if how == "is lost":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1.2 * LIMIT_SECONDS)
+        swap(*args)
+
+    dispatch._swap = sometimes
+    timeout = f"pp.timeout_seconds={LIMIT_SECONDS if how == 'is late' else 60}"
+    more = (timeout, "checkpoint.interval=1", "train.steps=4", "pp.size=2")
+    return train(rank, run_dir, (*COMMON, *EP2, *more))
+
+
+@pytest.mark.parametrize("how", ["is lost", "is late"])
+def test_a_peer_that_is_lost_or_late_ends_all_with_its_rank_and_group(how, tmp_path, rank_outcomes):
+    run_dir = tmp_path / "run"
+    outcomes = rank_outcomes(4, train_with_a_bad_peer, str(run_dir), how, timeout_seconds=120)
+    living = outcomes[:3]
+    assert [outcome.error_text for outcome in living] == [None] * 3
+    assert [outcome.value[0] for outcome in living] == [10] * 3
+    told = living[0].value[2]
+    group = "rank 3 of the expert group of ranks [2, 3] did not take part in exchanging"
+    status = read_status(run_dir)
+    assert status is not None
+    assert status.last_checkpoint == "step-00000001"
+    if how == "is lost":  # whichever is seen first
+        assert group in told or "rank 3 is lost" in told
+        assert status.culprit_rank == 3
+    else:
+        assert group in told
