@@ -99,6 +99,12 @@ def moe(*arguments: Rest) -> int:
     return _module("bench_moe", arguments)
 
 
+@app.command(help_flags=[])
+def memory(*arguments: Rest) -> int:
+    """Trains one rank with each knob that saves memory: peak and step time against off."""
+    return _module("bench_memory", arguments)
+
+
 def _module(name: str, arguments: tuple[str, ...]) -> int:
     """In a process of its own, since these benches start themselves again, once a rank."""
     return subprocess.call([sys.executable, "-m", f"ppruntime.launch.{name}", *arguments])

@@ -1,0 +1,62 @@
+"""Runs of the tiny model with the knobs that save memory, many in one start of its ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from small_runs import CONFIG, SMALL
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.tensor import DTensor
+
+OFFLOAD = ("pp.activation_offload=true",)
+PACED = (*OFFLOAD, "pp.offload_paced=true")
+RECOMPUTED = ("ac.mode=full",)
+SIGNS = ("optim.type=sign_sgd", "optim.clip_norm=default", "optim.lr=1e-3")
+BF16 = ("train.precision=bf16",)
+MASTERS = ("pp.offload_masters=true",)
+IN_BACKWARD = ("optim.apply_in_backward=true",)
+# Orders under which rank 0 of two has enough in flight for something to move.
+ORDERS = {
+    "1f1b": ("pp.schedule=async_1f1b", "pp.warmup_step=[3, 1]"),
+    "1f1b_w": ("pp.schedule=1f1b_w", "pp.warmup_step=[3, 1]"),
+    "DualPipeV": ("pp.schedule=dualpipe_v",),
+}
+
+
+def a_step_of_each(
+    rank: int, cases: Mapping[str, tuple[str, ...]], pp_size: int = 2, use_cuda: bool = False
+) -> dict[str, tuple[list[float], str, int]]:
+    """Per case what the step gave, a digest of the weights, and the pages of host memory."""
+    from ppruntime.build import build_pipeline
+    from ppruntime.config import load
+    from ppruntime.data import open_data
+    from ppruntime.ranks import Layout, Ranks, join, leave
+    from ppruntime.trainer import Trainer
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(use_cuda, warn_only=True)
+    ranks = join(Layout(pp_size, 1, 1), use_cuda=use_cuda, timeout_seconds=30)
+    found = {}
+    for number, (name, overrides) in enumerate(cases.items()):
+        # One start stands for many: each has keys of its own in the store.
+        Ranks.world_store = lambda _, key, n=number: PrefixStore(  # type: ignore[method-assign]
+            f"{n} {key}", _get_default_store()
+        )
+        base = (*SMALL, f"pp.size={pp_size}", "train.num_micro_batches=5")
+        config = load([CONFIG], [*base, *overrides])
+        pipeline = build_pipeline(config, ranks)
+        trainer, data = Trainer(config, ranks, pipeline), open_data(config)
+        result = trainer.step(0, data)
+        told = [result.loss, result.grad_norm, result.max_load]
+        weights = hashlib.sha256()
+        for tensor in pipeline.params.values():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            weights.update(local.detach().cpu().numpy().tobytes())
+        found[name] = told, weights.hexdigest(), pipeline.host_pool.num_bytes
+        dist.barrier()
+        pipeline.transport.close()
+    leave()
+    return found
