@@ -112,20 +112,46 @@ def _engram_rows(table: Tensor, rows_BTH: Tensor) -> Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """table[rows], with the gradient of `functional.embedding`."""
+    """table[rows]. The backward adds to those rows of the table's `.grad` and gives autograd
+    nothing: its own gradient would be a second table, nearly all of it zeros."""
 
     @staticmethod
     def forward(ctx: Any, rows_BTH: Tensor, table: Tensor) -> Tensor:
         ctx.save_for_backward(rows_BTH)
-        ctx.num_rows = table.shape[0]
+        ctx.parameter = table
         return _engram_rows(table, rows_BTH)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         (rows_BTH,) = ctx.saved_tensors
-        return None, torch.ops.aten.embedding_dense_backward(
-            grad, rows_BTH, ctx.num_rows, -1, False
+        if ctx.needs_input_grad[1]:
+            add_row_grads(ctx.parameter, rows_BTH.flatten(), grad.flatten(0, -2))
+        return None, None
+
+
+def add_row_grads(table: Tensor, rows_N: Tensor, grad_NW: Tensor) -> None:
+    """Adds grad_n to row rows_n of `table.grad`, in place; without one, it is made of zeros first.
+
+    What falls on one row is summed first, in fp32 and in the order of n: the bits of a dense
+    gradient that is then added, repeatable on a GPU too. Needs N W numbers, and no wait for the
+    device.
+    """
+    with torch.no_grad():
+        if table.grad is None:
+            table.grad = torch.zeros_like(table)
+        if not len(rows_N):
+            return
+        sorted_N, order_N = rows_N.sort(stable=True)
+        places_N = torch.arange(len(sorted_N), device=sorted_N.device)
+        starts_N = torch.ones_like(sorted_N, dtype=torch.bool)
+        starts_N[1:] = sorted_N[1:] != sorted_N[:-1]
+        # Of several gradients for a row the first one's place takes the sum, the others' take 0.
+        first_N = torch.where(starts_N, places_N, 0).cummax(0).values
+        counts_N = torch.zeros_like(first_N).index_add_(0, first_N, torch.ones_like(first_N))
+        sums_NW = torch.segment_reduce(
+            widened(grad_NW)[order_N], "sum", lengths=counts_N, unsafe=True, initial=0
         )
+        table.grad.index_add_(0, sorted_N, sums_NW.to(table.grad.dtype))
 
 
 @named_op("engram_linear(Tensor x, Tensor weight) -> Tensor")

@@ -2,11 +2,14 @@ import math
 
 import pytest
 import torch
+from measured_activations import storage
 from msgspec.structs import replace
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from whole_model import byte_token_map, random_batch
 
 from ppruntime.models.dims import preset
-from ppruntime.models.engram import Engram, NgramHash, hash_multipliers
+from ppruntime.models.engram import Engram, NgramHash, add_row_grads, hash_multipliers
 from ppruntime.models.engram_hash import bucket_sizes, is_prime, normalized, token_map
 from ppruntime.models.init import init_parameters
 
@@ -158,3 +161,52 @@ def test_masked_tokens_keep_their_streams():
     out = engram(streams, batch.ids, batch.positions, masked)
     assert torch.equal(out[masked], streams[masked])
     assert not torch.equal(out[~masked], streams[~masked])
+
+
+class MostElements(TorchDispatchMode):
+    """Notes the largest tensor that an operation makes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = [storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and storage(tensor) not in given:
+                self.most = max(self.most, tensor.numel())
+        return result
+
+
+def test_row_gradients_are_the_dense_ones_to_the_bit_and_need_no_second_table():
+    generator = torch.Generator().manual_seed(0)
+    table = torch.nn.Parameter(torch.randn(5000, 8, generator=generator))
+    dense = table.detach().clone().requires_grad_()
+    for _ in range(2):  # the second time on top of the first
+        rows = torch.randint(7, (40,), generator=generator) * 700
+        grad = torch.randn(40, 8, generator=generator)
+        torch.nn.functional.embedding(rows, dense).backward(grad)
+        with MostElements() as seen:
+            add_row_grads(table, rows, grad)
+        assert torch.equal(table.grad, dense.grad)
+    assert seen.most == 40 * 8
+    add_row_grads(table, rows[:0], grad[:0])
+    assert torch.equal(table.grad, dense.grad)
+
+
+def test_row_gradients_in_bf16_are_rounded_once_a_call():
+    table = torch.nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16))
+    grad = torch.full((300, 2), 2**-8, dtype=torch.bfloat16)
+    grad[0] = 1
+    add_row_grads(table, torch.ones(300, dtype=torch.int64), grad)
+    assert table.grad.tolist() == [[0, 0], [1 + 300 / 256] * 2, [0, 0]]
+
+
+def test_an_engrams_table_gets_its_gradient_through_the_rows():
+    engram, batch = make_engram(), random_batch(TINY, 0, [(6,)])
+    streams = torch.randn(1, 6, 4, 64)
+    engram(streams, batch.ids, batch.positions).sum().backward()
+    rows = engram.hash(batch.ids, batch.positions)
+    touched = torch.zeros(len(engram.table), dtype=torch.bool)
+    touched[rows.flatten()] = True
+    assert engram.table.grad[touched].any(-1).all()
+    assert not engram.table.grad[~touched].any()
