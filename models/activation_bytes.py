@@ -33,12 +33,14 @@ def saved_bytes(
     *,
     head: str = "reference",
     mhc: str = "reference",
+    attention_kernel: bool = False,
 ) -> int:
     """What autograd saves in one unit for `batch` sequences of `seq_len` tokens, each piece of
     memory once; parameters, token data and the carry that comes in and goes out not counted.
 
     `dtype` is the compute dtype, float32 or bfloat16. No token is masked from Engram. `head` is the
     loss by its name in `head.head_loss`, `mhc` the residual's in `residual.residual`, "auto" apart.
+    `attention_kernel`: sparse attention is the op of its kernels, whatever computes it.
     """
     run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype], mhc)
     match spec.kind:
@@ -49,7 +51,8 @@ def saved_bytes(
         case UnitKind.MOE:
             return _residual(run) + _moe(run)
         case _:
-            return _attention_half(run, spec)
+            kernel = _attention_kernel(run, spec) if attention_kernel else 0
+            return _attention_half(run, spec) + kernel
 
 
 def kept_fields(
@@ -244,6 +247,16 @@ def _core(run: _Run, spec: UnitSpec) -> int:
         listed = 0
     keys = run.batch * (run.seq_len + _num_entries(run, spec)) * dims.head_dim
     return run.item * (queries + keys) + listed
+
+
+def _attention_kernel(run: _Run, spec: UnitSpec) -> int:
+    """What the op of the kernels saves beside that: the log-sum-exp of every head, but no negated
+    sines, and the slots of a window as int32. Its output is the output projection's input."""
+    dims, tokens = run.dims, run.tokens
+    more = _FP32 * tokens * dims.num_heads - _rope(run, tokens) // 2
+    if dims.family == "v41" and spec.role is Role.SWA:
+        more += (_INT32 - _INT64) * tokens * dims.window
+    return more
 
 
 def _num_entries(run: _Run, spec: UnitSpec) -> int:

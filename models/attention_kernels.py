@@ -45,7 +45,7 @@ def _attend(
     return rotate(o_BTHK, rotation, inverse=True)
 
 
-def project_rotated(linear: Linear, x_BTI: Tensor, rotation: Rotation, num_heads: int) -> Tensor:
+def _project_rotated(linear: Linear, x_BTI: Tensor, rotation: Rotation, num_heads: int) -> Tensor:
     """The plain form: a product, and a turned copy of it."""
     return rotate(linear(x_BTI).unflatten(-1, (num_heads, -1)), rotation)
 
@@ -59,7 +59,7 @@ REFERENCE = AttentionKernels(
     attend=_attend,
     select=select_entries,
     rotate=rotate,
-    project_rotated=project_rotated,
+    project_rotated=_project_rotated,
     grouped=_grouped,
 )
 

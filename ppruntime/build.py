@@ -21,11 +21,14 @@ from ppruntime.config import Config
 from ppruntime.executor import Executor
 from ppruntime.expert_options import BY_TORCH, ExpertChoice, choose_experts, moe_options
 from ppruntime.host_memory import HostPool
+from ppruntime.kernel_choice import choose_kernels
 from ppruntime.master_offload import MasterOffload
+from ppruntime.models.attention_kernels import set_kernels
 from ppruntime.models.dims import ModelDims, UnitSpec, unit_parameters, unit_specs
 from ppruntime.models.dispatch import ExpertGroup
 from ppruntime.models.head import head_loss
 from ppruntime.models.init import init_parameters
+from ppruntime.models.kernels.attention_backends import attention_kernels
 from ppruntime.models.linear import WeightGradQueue, set_queue
 from ppruntime.models.parameters import Part
 from ppruntime.models.residual import UsesResidual, residual
@@ -111,6 +114,7 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
             Fact("torch", torch.__version__),
             Fact("the experts' backend", str(experts.backend)),
             Fact("the order of work", digest(order.lowered)),
+            Fact("attention's kernels", str(choose_kernels(config, ranks.device).choice)),
         ],
         timeout_seconds=config.fault.init_timeout_seconds,
         what="the stages are built",
@@ -204,7 +208,9 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
             for p in unit_parameters(dims, spec)
             if p.part is Part.EXPERTS and group is not None
         ),
-        notes=(experts.note,) if experts.note else (),
+        notes=tuple(
+            choice.note for choice in (experts, choose_kernels(config, ranks.device)) if choice.note
+        ),
         transport=transport,
         host_pool=host_pool,
         training=executor(order.lowered, training=True),
@@ -264,6 +270,7 @@ def build_stage(
     Masters are fp32: in bf16 the wrapping casts them once a step, see `wrap.shard_unit`.
     """
     dims, dtype = config.model.dims, compute_dtype(config)
+    kernels = attention_kernels(choose_kernels(config, ranks.device).choice)
     moe = moe_options(config, plan.index, experts, group)
     units = []
     for spec in plan.units:
@@ -273,6 +280,7 @@ def build_stage(
             unit.loss_of = head_loss(config.kernels.head, ranks.device)
         if isinstance(unit, UsesResidual):
             unit.residual = residual(config.kernels.mhc, ranks.device)
+        set_kernels(unit, kernels)
         units.append(unit)
     expert_mesh = ranks.expert_mesh if group is not None else None
     sharded = dtype is not torch.float32 or ranks.layout.num_data_ranks > 1

@@ -306,17 +306,24 @@ class Moe(Section, frozen=True):
 class Kernels(Section, frozen=True):
     """`[kernels]`: who computes what. `reference` is plain PyTorch, the yardstick of the others."""
 
-    attention: Backend = "reference"
-    """Sparse attention, with the inverse rotation of its output. Summation order."""
-    indexer: Backend = "reference"
-    """Indexer scores and top-k. Bitwise on equal scores."""
+    attention: Literal["auto", "reference", "triton", "library"] = "reference"
+    """Sparse attention, with the inverse rotation of its output. triton: own kernels. library: the
+    packages FlashMLA and cuDNN frontend. auto: the fastest that runs on the rank's device.
+    Summation order."""
+    attention_deterministic: bool = False
+    """triton: sum the keys' gradient so that it is bitwise the same from run to run; slower.
+    Summation order."""
+    indexer: Literal["auto", "reference", "triton"] = "reference"
+    """Indexer scores and top-k. Summation order of the scores; on equal scores bitwise."""
     mhc: Literal["reference", "triton", "auto"] = "reference"
     """What stands around a sublayer on the residual streams: projection, Sinkhorn, collapse and
     norm in one pass, write-back in another. auto: triton where it can run. Summation order."""
-    rope: Backend = "reference"
-    """Rotation of the rotary channels. Bitwise."""
-    grouped_output: Backend = "reference"
-    """Grouped first half of the output projection. Summation order."""
+    rope: Literal["auto", "reference", "triton"] = "reference"
+    """Rotation of the rotary channels; triton turns queries where their projection left them.
+    Bitwise."""
+    grouped_output: Literal["auto", "reference", "library"] = "reference"
+    """Grouped first half of the output projection. library: BLAS group by group, without copies.
+    Bitwise on the CPU, summation order on a GPU."""
     engram: Backend = "reference"
     """Engram lookups and gate. Summation order."""
     linear: Backend = "reference"

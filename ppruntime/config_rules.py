@@ -27,6 +27,8 @@ from ppruntime.config_keys import (
     Train,
 )
 from ppruntime.models.dims import preset, validate
+from ppruntime.models.kernel_limits import AttentionOp, misfit
+from ppruntime.models.kernel_limits import Backend as AttentionBackend
 
 Broken: TypeAlias = tuple[str, str]
 """The key to blame, and the sentence about it."""
@@ -55,10 +57,6 @@ _NOT_BUILT = (
     *(
         _NotBuilt(f"kernels.{op}", ("reference",), 'use "reference"')
         for op in (
-            "attention",
-            "indexer",
-            "rope",
-            "grouped_output",
             "engram",
             "linear",
         )
@@ -451,6 +449,21 @@ def _routing(config: Config) -> Iterator[Broken]:
         )
 
 
+def _attention_kernels(config: Config) -> Iterator[Broken]:
+    kernels = config.kernels
+    for op in AttentionOp:
+        key, name = f"kernels.{op.value}", getattr(kernels, op.value)
+        reason = None if name == "auto" else misfit(op, AttentionBackend(name), config.model.dims)
+        if reason is not None:
+            yield key, f'{key} = {show(name)}: {reason}; use "reference" or "auto"'
+    if kernels.attention_deterministic and kernels.attention not in ("auto", "triton"):
+        yield (
+            "kernels.attention_deterministic",
+            "kernels.attention_deterministic = true has no effect on kernels.attention = "
+            f'{show(kernels.attention)}; leave it out or use "triton"',
+        )
+
+
 def _layer_kernels(config: Config) -> Iterator[Broken]:
     for name, otherwise in (("mhc", "reference"), ("head", "chunked")):
         if getattr(config.kernels, name) != "triton":
@@ -510,6 +523,7 @@ _RULES: tuple[Rule, ...] = (
     _learning_rate,
     _learning_rate_warmup,
     _routing,
+    _attention_kernels,
     _layer_kernels,
     _timeline,
     _paths,

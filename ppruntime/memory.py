@@ -14,6 +14,7 @@ from ppruntime.models.dims import (
     carry_shape,
     unit_parameters,
 )
+from ppruntime.models.kernel_limits import AttentionOp, Backend, misfit
 from ppruntime.models.parameters import ParameterSpec, Part
 from ppruntime.models.save_points import SavePoint
 from ppruntime.plan import StagePlan
@@ -154,7 +155,17 @@ def _saved_bytes(config: Config, spec: UnitSpec) -> int:
     on_gpu = config.train.precision == "bf16" and config.run.device != "cpu"
     head = kernels.head if kernels.head != "auto" else "triton" if on_gpu else "chunked"
     mhc = kernels.mhc if kernels.mhc != "auto" else "triton" if on_gpu else "reference"
-    return saved_bytes(*_case(config, spec), head=head, mhc=mhc)
+    attention = _uses_attention_kernel(config)
+    return saved_bytes(*_case(config, spec), head=head, mhc=mhc, attention_kernel=attention)
+
+
+def _uses_attention_kernel(config: Config) -> bool:
+    """Whether sparse attention is the kernels' op; "auto" as on a Hopper."""
+    if config.kernels.attention != "auto":
+        return config.kernels.attention != "reference"
+    op, dims = AttentionOp.ATTENTION, config.model.dims
+    is_reference = config.train.precision == "fp32" or config.run.device == "cpu"
+    return not is_reference and misfit(op, Backend.TRITON, dims) is None
 
 
 def _case(config: Config, spec: UnitSpec) -> tuple[ModelDims, UnitSpec, int, int, str]:

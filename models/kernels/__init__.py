@@ -3,6 +3,10 @@
 sparse_attention    attention to listed keys, forward and backward; reference:
                     models/sparse_attention.py. Kernels: sparse_attention_kernels in Triton, any
                     shape; sparse_attention_hopper in Gluon, the models' full width on a Hopper
+                    sparse_attention_library: the same op by FlashMLA and cuDNN's frontend
+rest of attention   indexer (scores and top-k; reference: models/selection.py), rope (alone and
+                    with a projection), grouped_output (products without copies);
+                    attention_backends says which of them computes
 FP8 experts         quantize (1 x 128 and 128 x 128 scales; rounding: exact, also interpreted),
                     moe_layout (rows by expert and back), swiglu, grouped_gemm, deep_gemm (the
                     package behind the same calls), moe_reference (the recipe in torch),
@@ -37,7 +41,7 @@ def unavailable_reason(kind: str) -> str | None:
         raise ValueError(f"no kernels of kind {kind!r}; there are: {', '.join(KINDS)}")
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install 'triton>=3.6,<4'"
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if is_interpreted():
         return None
     if not torch.cuda.is_available():
         return "there is no CUDA device; TRITON_INTERPRET=1 runs the kernels slowly on the CPU"
@@ -45,3 +49,8 @@ def unavailable_reason(kind: str) -> str | None:
     if major < 9:
         return f"the kernels need compute capability 9.0 or higher, this device has {major}.{minor}"
     return None
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

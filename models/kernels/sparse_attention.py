@@ -29,6 +29,7 @@ import importlib.util
 import math
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ from ppruntime.models.kernels.sparse_attention_kernels import (
     backward_kernel,
     forward_kernel,
 )
+from ppruntime.models.rope import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ def sparse_attention(
     *,
     deterministic: bool = False,
     check_slots: bool = False,
+    library: bool = False,
 ) -> Tensor:
     """[B, T, H, K] in q's dtype: softmax-weighted sum of the listed keys, which are values too.
 
@@ -99,16 +102,21 @@ def sparse_attention(
     head's softmax that brings no value; -inf is none. `rotation` (cos, sin, each fp32 [B, T, P],
     without gradient) turns the output's last 2P channels back, as `rotate(..., inverse=True)` does.
     `deterministic` makes the keys' gradient bitwise repeatable; everything else always is.
+    `library`: by the packages of sparse_attention_library.py, which cannot be deterministic.
 
     A slot of N or more makes the query's output NaN; `check_slots` raises IndexError instead and
     waits for the device. bf16; fp32 in the interpreter. Raises ValueError for shapes and dtypes
     that the kernels do not take, RuntimeError where they cannot run.
     """
+    if deterministic and library:
+        raise ValueError("sparse_attention: the library's key gradients are never deterministic")
     if check_slots:
         _check_slots(slots_BTW, keys_BNK.shape[1])
     cos, sin = (None, None) if rotation is None else rotation
     out_BTHK: Tensor
-    out_BTHK, _ = _attend(q_BTHK, keys_BNK, slots_BTW.int(), sink_H, cos, sin, deterministic)
+    out_BTHK, _ = _attend(
+        q_BTHK, keys_BNK, slots_BTW.int(), sink_H, cos, sin, deterministic, library
+    )
     return out_BTHK
 
 
@@ -133,8 +141,16 @@ def _attend(
     cos_BTP: Tensor | None,
     sin_BTP: Tensor | None,
     deterministic: bool,
+    library: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, T, H, K], lse [B, T, H] fp32: natural log, the sink included)."""
+    """(out [B, T, H, K], lse [B, T, H] fp32: natural log, the sink included by the own kernels)."""
+    if library and q_BTHK.numel():
+        _check_inputs(q_BTHK, keys_BNK, slots_BTW, sink_H, cos_BTP, sin_BTP)
+        rotation = _rotation(cos_BTP, sin_BTP)
+        found: tuple[Tensor, Tensor] = _library().run_forward(
+            q_BTHK, keys_BNK, slots_BTW, sink_H, rotation
+        )
+        return found
     return run_forward(q_BTHK, keys_BNK, slots_BTW, sink_H, cos_BTP, sin_BTP)
 
 
@@ -147,6 +163,7 @@ def _(
     cos_BTP: Tensor | None,
     sin_BTP: Tensor | None,
     deterministic: bool,
+    library: bool = False,
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q_BTHK, memory_format=torch.contiguous_format)
     return out, q_BTHK.new_empty(q_BTHK.shape[:-1], dtype=torch.float32)
@@ -164,8 +181,15 @@ def _attend_backward(
     out_BTHK: Tensor,
     lse_BTH: Tensor,
     deterministic: bool,
+    library: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, keys and sink, each in its tensor's dtype."""
+    if library and q_BTHK.numel():
+        rotation = _rotation(cos_BTP, sin_BTP)
+        grads: tuple[Tensor, Tensor, Tensor] = _library().run_backward(
+            dout_BTHK, q_BTHK, keys_BNK, slots_BTW, sink_H, rotation, out_BTHK, lse_BTH
+        )
+        return grads
     return run_backward(
         dout_BTHK,
         q_BTHK,
@@ -192,6 +216,7 @@ def _(
     out_BTHK: Tensor,
     lse_BTH: Tensor,
     deterministic: bool,
+    library: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     contiguous = torch.contiguous_format
     return (
@@ -202,15 +227,15 @@ def _(
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q_BTHK, keys_BNK, slots_BTW, sink_H, cos_BTP, sin_BTP, ctx.deterministic = inputs
+    q_BTHK, keys_BNK, slots_BTW, sink_H, cos_BTP, sin_BTP, *ctx.options = inputs
     out_BTHK, lse_BTH = output
     ctx.mark_non_differentiable(lse_BTH)
     ctx.save_for_backward(q_BTHK, keys_BNK, slots_BTW, sink_H, cos_BTP, sin_BTP, out_BTHK, lse_BTH)
 
 
 def _backward(ctx, dout_BTHK: Tensor, _: Tensor | None):  # type: ignore[no-untyped-def]
-    dq, dkeys, dsink = _attend_backward(dout_BTHK, *ctx.saved_tensors, ctx.deterministic)
-    return dq, dkeys, None, dsink, None, None, None
+    dq, dkeys, dsink = _attend_backward(dout_BTHK, *ctx.saved_tensors, *ctx.options)
+    return dq, dkeys, None, dsink, None, None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_setup_context)
@@ -327,6 +352,15 @@ def _tiles(q_BTHK: Tensor, num_pairs: int, otherwise: Tiles) -> Tiles:
 def _hopper() -> ModuleType:
     # Where Triton has no Gluon, nothing asks for this.
     return importlib.import_module("ppruntime.models.kernels.sparse_attention_hopper")
+
+
+def _library() -> Any:
+    # Imported, and the packages with it, only where it is chosen.
+    return importlib.import_module("ppruntime.models.kernels.sparse_attention_library")
+
+
+def _rotation(cos_BTP: Tensor | None, sin_BTP: Tensor | None) -> Rotation | None:
+    return None if cos_BTP is None or sin_BTP is None else Rotation(cos_BTP, sin_BTP)
 
 
 def _padded(num_slots: int) -> int:

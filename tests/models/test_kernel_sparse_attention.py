@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 
 from ppruntime.models.documents import window_slots
 from ppruntime.models.kernels import sparse_attention as kernels
-from ppruntime.models.kernels import unavailable_reason
+from ppruntime.models.kernels import sparse_attention_library, unavailable_reason
 from ppruntime.models.rope import Rotation, rotate
 from ppruntime.models.sparse_attention import sparse_attention as reference
 
@@ -587,3 +587,78 @@ def test_on_a_gpu_only_bf16_is_taken():
     case = Case(device="cuda")
     with pytest.raises(ValueError, match=r"q is torch.float32; on a GPU the kernels take bfloat16"):
         case.kernel()
+
+
+# The packages behind the same op
+
+
+class DocumentedPackages:
+    """FlashMLA and cuDNN's frontend as their documentation has them, in plain PyTorch."""
+
+    @staticmethod
+    def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None):
+        assert indices.dtype is torch.int32
+        assert indices.shape[1] == kv.shape[1] == 1
+        assert indices.shape[2] % 128 == 0
+        assert all(x.is_contiguous() for x in (q, kv, indices, attn_sink))
+        gathered, scores = DocumentedPackages._scores(q, kv[:, 0], indices[:, 0], sm_scale)
+        lse = scores.logsumexp(-1)
+        out = (scores - torch.logaddexp(lse, attn_sink)[..., None]).exp() @ gathered
+        is_empty = lse == -torch.inf
+        return out.to(q.dtype), scores.amax(-1), lse.masked_fill(is_empty, torch.inf)
+
+    @staticmethod
+    def sparse_attention_backward_wrapper(q, kv, out, dout, lse, sink, idxs, softmax_scale):
+        assert all(x.is_contiguous() for x in (q, kv, out, dout, lse, sink, idxs))
+        gathered, scores = DocumentedPackages._scores(q, kv, idxs, softmax_scale)
+        total = torch.logaddexp(lse, sink)
+        weights = (scores - total[..., None]).exp()
+        delta = (dout * out).sum(-1, keepdim=True)
+        dscores = weights * (dout @ gathered.transpose(1, 2) - delta) * softmax_scale
+        per_slot = weights.transpose(1, 2) @ dout + dscores.transpose(1, 2) @ q
+        dkv = torch.zeros_like(kv)
+        is_key = (idxs >= 0) & (idxs < len(kv))
+        dkv.index_add_(0, idxs[is_key].long(), per_slot[is_key])
+        d_sink = -(delta[..., 0] * (sink - total).exp()).sum(0)
+        return {"dq": dscores @ gathered, "dkv": dkv, "d_sink": d_sink}
+
+    @staticmethod
+    def _scores(q, kv, indices, scale):
+        is_key = (indices >= 0) & (indices < len(kv))
+        gathered = kv[torch.where(is_key, indices, 0).long()] * is_key[..., None]
+        scores = q @ gathered.transpose(1, 2) * scale
+        return gathered, scores.masked_fill(~is_key[:, None], -torch.inf)
+
+
+@interpreted
+@pytest.mark.parametrize("pairs", [0, 16])
+def test_the_packages_get_what_they_want_and_their_results_become_the_references(
+    pairs, monkeypatch
+):
+    monkeypatch.setattr(sparse_attention_library, "_flash_mla", lambda: DocumentedPackages)
+    monkeypatch.setattr(sparse_attention_library, "_dsa", lambda: DocumentedPackages)
+    case = Case(batch=2, queries=3, pairs=pairs)
+    case.slots[1, 2] = -1
+    case.slots[0, 0, 5:] = -1
+    check(case, library=True)
+    with pytest.raises(ValueError, match="never deterministic"):
+        case.kernel(library=True, deterministic=True)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"batch": 2, "queries": 33}, {"slots": 128}, {"slots": 77, "keys": 5}, {"pairs": 0}],
+    ids=str,
+)
+def test_at_full_width_the_packages_give_the_references_numbers(sizes):
+    reason = sparse_attention_library.unavailable_reason(torch.device("cuda"), torch.bfloat16)
+    if reason is not None:
+        pytest.skip(reason)
+    check_wide(wide_case(**sizes), library=True)
+    case = wide_case(**sizes)
+    case.slots[:, 3:5] = -1
+    found = case.kernel(library=True)
+    assert all(x.isfinite().all() for x in found)
+    assert not found[0][:, 3:5].any()
+    assert not found[1][:, 3:5].any()

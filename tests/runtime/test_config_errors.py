@@ -392,7 +392,7 @@ UNBUILT = [
     ("pp.gemm_sms=120", "120", "leave it out"),
     ("optim.type=muon", '"muon"', 'use "adamw" or "sign_sgd"'),
     ("moe.dispatch.type=deep_ep", '"deep_ep"', 'use "torch"'),
-    ("kernels.attention=triton", '"triton"', 'use "reference"'),
+    ("kernels.linear=triton", '"triton"', 'use "reference"'),
     ("fault.nonfinite=skip", '"skip"', 'use "stop"'),
 ]
 
