@@ -62,6 +62,11 @@ app.command(
     name="validate",
     help="Hold predictions, written first, against what runs then take.",
 )
+app.command(
+    "ppruntime.launch.headline_cli:headline",
+    name="headline",
+    help="Project V4.1-Flash from the kernels' records of today, beside published rows.",
+)
 
 Argument: TypeAlias = Annotated[
     str, Parameter(help="TOML files, later ones on top, and section.key=value texts.")

@@ -73,7 +73,7 @@ class Task:
     num_micro_batches: int
     hop_s: float
     memory_bytes: float
-    """The cap."""
+    """The cap; inf: none."""
     reserved_bytes: float
     """Of the cap: context, communication, buffers, workspaces."""
     variants: tuple[Variant, ...] = (Variant("as it is", 0.0),)
@@ -273,7 +273,7 @@ def _peak(task: Task, stage: PlannedStage, in_flight: int) -> float:
 
 def _most_in_flight(task: Task, stage: PlannedStage) -> int:
     free = task.memory_bytes - _peak(task, stage, 0) - 2 * stage.offloaded_bytes
-    if not stage.held_bytes:
+    if not stage.held_bytes or free == math.inf:
         return task.num_micro_batches
     return min(task.num_micro_batches, int(free / stage.held_bytes))
 
@@ -376,24 +376,29 @@ class _Fronts:
 
     def _fitting(self, i: int, j: int, p: int, in_flight: int) -> PlannedStage | None:
         """The fastest way to run halves i to j - 1 as stage p within memory."""
-        task = self._task
+        task, front = self._task, self._front(i, j, p)
         units = _slice(task, i, j, p)
-        best: PlannedStage | None = None
+        blocks = sum(unit.is_expert_block for unit in units)
+        alone = sum(unit.static_bytes for unit in units)
+        shortest = math.inf
+        best: tuple[_Point, Variant, float] | None = None
         for variant in task.variants:
-            blocks = sum(unit.is_expert_block for unit in units)
             extra = blocks * (variant.input_grad_s + variant.weight_grad_s)
-            static = sum(u.static_bytes for u in units) + blocks * variant.static_bytes
+            static = alone + blocks * variant.static_bytes
             free = task.memory_bytes - task.reserved_bytes - static
             if free < 0:
                 continue
-            for point in self._front(units, i, j, p):  # fastest first
-                if best is not None and point.work_s + extra >= best.work_s * (1 - 1e-12):
+            for point in front:  # fastest first
+                if point.work_s + extra >= shortest * (1 - 1e-12):
                     break  # as fast at best; earlier variants change less
                 offloaded = self._offloaded(point, extra, in_flight, free)
                 if offloaded is not None:
-                    best = _stage(task, units, point.chosen, variant, in_flight, offloaded)
+                    shortest, best = point.work_s + extra, (point, variant, offloaded)
                     break
-        return best
+        if best is None:
+            return None
+        point, variant, offloaded = best
+        return _stage(task, units, point.chosen, variant, in_flight, offloaded)
 
     def _offloaded(self, point: _Point, extra: float, in_flight: int, free: float) -> float | None:
         """Bytes of a micro-batch that have to go to the host; None if even that does not fit."""
@@ -406,24 +411,34 @@ class _Fronts:
         most = min(point.held_bytes, self._task.host_bytes_per_s * max(0.0, point.work_s + extra))
         return needed if needed <= most else None
 
-    def _front(self, units: Sequence[PlannedUnit], i: int, j: int, p: int) -> list[_Point]:
-        at_end = p in (0, self._task.num_stages - 1)
-        if not at_end and (i, j) in self._known:
-            return self._known[i, j]
-        points = [_Point(0.0, 0.0, ())]
-        for unit in units:
-            points = _pareto(
-                _Point(
-                    point.work_s + choice.work_s,
-                    point.held_bytes + choice.held_bytes,
-                    (*point.chosen, choice),
-                )
-                for point in points
-                for choice in unit.choices
+    def _front(self, i: int, j: int, p: int) -> list[_Point]:
+        """Of stage p with halves i to j - 1, and the embedding or the head if it has them."""
+        front, last = self._from(-1 if p == 0 else i, j), self._task.units[-1]
+        return self._longer(front, last) if p == self._task.num_stages - 1 else front
+
+    def _from(self, i: int, j: int) -> list[_Point]:
+        """Of halves i to j - 1; i = -1: of the embedding and halves 0 to j - 1."""
+        if (i, j) not in self._known:
+            units = self._task.units
+            if j > max(i, 0):
+                front = self._longer(self._from(i, j - 1), units[j])  # half j - 1 is unit j
+            else:
+                front = [_Point(0.0, 0.0, ())]
+                front = self._longer(front, units[0]) if i < 0 else front
+            self._known[i, j] = front
+        return self._known[i, j]
+
+    def _longer(self, front: list[_Point], unit: PlannedUnit) -> list[_Point]:
+        points = _pareto(
+            _Point(
+                point.work_s + choice.work_s,
+                point.held_bytes + choice.held_bytes,
+                (*point.chosen, choice),
             )
-        if not at_end:
-            self._known[i, j] = points
-        return points
+            for point in front
+            for choice in unit.choices
+        )
+        return points[:1] if self._task.memory_bytes == math.inf else points
 
 
 def _pareto(points: Iterator[_Point]) -> list[_Point]:

@@ -107,8 +107,9 @@ def order_of(parts: Parts, around: Surroundings) -> Schedule:
     return add_offload(parts.schedule, every=around.offload_every)
 
 
-def simulate(job: Job, parts: Parts, around: Surroundings) -> Simulation:
-    """The step, the slowest of all replicas, and where its time went."""
+def simulate(job: Job, parts: Parts, around: Surroundings, *, waterfall: bool = True) -> Simulation:
+    """The step, the slowest of all replicas, and where its time went; `rungs` are empty without
+    `waterfall`, which plays the step several times more."""
     schedule, machine = order_of(parts, around), machine_of(parts, around)
     noise = machine.noise
     steps = [
@@ -126,7 +127,7 @@ def simulate(job: Job, parts: Parts, around: Surroundings) -> Simulation:
         pace=job.at_step_s(slowest.seconds),
         step=slowest,
         replica_s=tuple(sorted(step.seconds for step in steps)),
-        rungs=tuple(_waterfall(job, parts, around, slowest)),
+        rungs=tuple(_waterfall(job, parts, around, slowest)) if waterfall else (),
         path_s=dict(path),
         path_by_stage_s=tuple(by_stage),
     )

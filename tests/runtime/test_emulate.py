@@ -1,0 +1,254 @@
+"""Emulation and calibration: tiny models in local processes, started as a user would."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from time import perf_counter
+
+import msgspec
+import pytest
+import torch
+
+from ppruntime.calibration import Calibration, StageTimes, read_calibration
+from ppruntime.calibration_file import calibration_of, merged, refuse_profilers, write_calibration
+from ppruntime.config import load
+from ppruntime.emulate import check_emulation
+from ppruntime.emulate_transport import Blanks, ReplayTransport, drawn, split_channels
+from ppruntime.launch.cli import main
+from ppruntime.pipeline_projection import stage_costs
+from ppruntime.plan import cut
+from ppruntime.projector import ProjectionError
+from ppruntime.schedules import make
+from ppruntime.schedules.absent import AbsentRanks
+from ppruntime.schedules.costs import Costs, Hops
+from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "launch" / "configs" / "tiny.toml"
+SMALL = [
+    "train.seq_len=8",
+    "train.micro_batch_size=1",
+    "data.type=counting",
+    "pp.size=4",
+    "pp.schedule=1f1b_w",
+]
+LIMIT_SECONDS = 300
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
+
+
+def test_the_slurm_job_emulates_stages_on_local_processes_and_a_second_job_replays_them(tmp_path):
+    """The sbatch script, with an srun that runs its command here; the plain script under it starts
+    two ranks, stages 2 and 3 of 4. Then stage 1 alone, on the gradients that stage 2 sent."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "srun").write_text('#!/bin/bash\nshift\nSLURM_NODEID=0 exec "$@"\n')
+    (tools / "scontrol").write_text("#!/bin/bash\necho 127.0.0.1\necho elsewhere\n")
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    out, boundaries = tmp_path / "calibration.json", tmp_path / "boundaries"
+    subprocess.run(
+        [str(ROOT / "launch" / "emulate_8_nodes.sbatch")],
+        check=True,
+        cwd=ROOT,
+        timeout=LIMIT_SECONDS,
+        env=environment(
+            PATH=f"{tools}{os.pathsep}{os.environ['PATH']}",
+            SLURM_JOB_NUM_NODES="1",
+            SLURM_JOB_NODELIST="here",
+            SLURM_JOB_ID="1",
+            MASTER_PORT=str(free_port()),
+            GPUS_PER_NODE="2",
+            PYTHON=sys.executable,
+            RUN=str(TINY),
+            STAGES="2-3",
+            OUT=str(out),
+            BOUNDARIES=str(boundaries),
+            COSTS="0.001,0.001,0.001",
+            HOP_S="0.0001",
+            STEPS="1",
+            OVERRIDES=" ".join([*SMALL, "train.num_micro_batches=6"]),
+            OPTIONS="--few-samples --keep 1",
+        ),
+    )
+    first = read_calibration(out)
+    assert [row.stage for row in first.stages] == [2, 3]
+    assert all(row.forward_s > 0 and row.weight_grad_s > 0 for row in first.stages)
+    assert {row.origin for row in first.stages} == {"assumed"}
+    assert "samples only" in first.stages[0].source
+    assert [path.name for path in boundaries.iterdir()] == ["backward-2-0.pt"]
+    grads = torch.load(boundaries / "backward-2-0.pt", weights_only=True)
+    assert all(bool(grad.any()) for grad in grads)
+
+    one = ["emulate", str(TINY), *SMALL, "train.num_micro_batches=9", "--stages", "1"]
+    options = ["--out", str(out), "--boundaries", str(boundaries), "--few-samples", "--steps", "1"]
+    options += ["--keep", "1", "--costs", "0.001,0.001,0.001", "--one-by-one"]
+    subprocess.run(
+        [sys.executable, "-m", "ppruntime.launch.cli", *one, *options],
+        check=True,
+        cwd=tmp_path,
+        timeout=LIMIT_SECONDS,
+        env=environment(),
+    )
+    both = read_calibration(out)
+    assert [row.stage for row in both.stages] == [1, 2, 3]
+    assert (boundaries / "forward-1-0.pt").is_file()
+    config = load([TINY], SMALL)
+    plan = cut(config.model.dims, range(4), config.pp.layers_per_stage, seq_len=8)
+    with pytest.raises(ProjectionError, match="no unit embed"):  # stage 0 was never there
+        stage_costs(config, plan, calibration=both, efficiency=None, gpu_flops=1e12)
+    costs = stage_costs(config, plan, calibration=both, efficiency=0.5, gpu_flops=1e12)
+    assert [len(cost.pieces) for cost in costs[1:]] == [1, 1, 1]
+
+
+def test_a_units_calibration_has_a_row_for_each_kind_and_mode_and_projects(tmp_path):
+    out = tmp_path / "units.json"
+    run = [str(TINY), "train.seq_len=8", "train.micro_batch_size=1", "data.type=counting"]
+    options = ["--out", str(out), "--samples", "1", "--few-samples", "--modes", "none"]
+    subprocess.run(
+        [sys.executable, "-m", "ppruntime.launch.cli", "calibrate", *run, *options],
+        check=True,
+        timeout=LIMIT_SECONDS,
+        env=environment(),
+    )
+    known = read_calibration(out)
+    config = load([TINY], ["train.seq_len=8", "train.micro_batch_size=1"])
+    kinds = {(row.unit, row.ac_mode) for row in known.units}
+    assert kinds == {(row.unit, row.ac_mode) for row in known.memory}
+    plan = cut(config.model.dims, range(4), None, seq_len=8)
+    costs = stage_costs(config, plan, calibration=known, efficiency=None, gpu_flops=1e12)
+    assert all(cost.pieces for cost in costs)
+    assert known.per_step[0].name == "optimizer"
+    assert main(["project", *run, "--calibration", str(out), "--transfer-s", "0.001"]) == 0
+
+
+# In this process
+
+
+def channel(**changes: object) -> Channel:
+    spec = TensorSpec("streams", (2,), torch.float32)
+    given = {
+        "id": 0,
+        "kind": "forward",
+        "src_rank": 0,
+        "dst_rank": 1,
+        "src_stage": 0,
+        "dst_stage": 1,
+        "boundary": Boundary((spec,)),
+        "slots": 2,
+    }
+    return Channel(**(given | changes))
+
+
+def test_a_replaying_transport_waits_for_what_the_absent_rank_would_take():
+    schedule = make("1f1b", 2, 2)
+    there = channel()
+    back = channel(id=1, kind="backward", src_rank=1, dst_rank=0, src_stage=1, dst_stage=0)
+    inner, edges = split_channels([there, back], range(1), 0)
+    assert (inner, edges) == ({}, (there, back))
+    device = torch.device("cpu")
+    transport = ReplayTransport(None, inner, edges, 0, Blanks(device), device=device)
+    start = perf_counter()
+    costs = Costs((0.0, 0.02), (0.0, 0.03), (0.0, 0.0))
+    transport.begin(AbsentRanks(schedule, costs, Hops.both(0.01), range(1), start=start))
+    transport.post(back, 0)
+    sent = perf_counter()
+    transport.send(there, 0, (torch.ones(2),))
+    (grad,) = transport.take(back, 0)
+    assert perf_counter() - sent >= 0.01 + 0.02 + 0.03 + 0.01
+    assert grad.shape == (2,)
+    assert bool(grad.any())
+    transport.release(back, 0)
+    transport.post(back, 1)
+    with pytest.raises(TransportError, match="never comes"):
+        transport.take(back, 1)
+
+
+def test_drawn_boundaries_are_never_all_zeros_where_numbers_are_multiplied():
+    boundary = Boundary(
+        (TensorSpec("streams", (4,), torch.bfloat16), TensorSpec("slots", (3,), torch.int32))
+    )
+    numbers, slots = drawn(boundary, 0, torch.device("cpu"))
+    assert bool(numbers.any())
+    assert not bool(slots.any())
+
+
+def test_calibrations_of_another_run_few_samples_and_profilers_are_refused(tmp_path):
+    config = load([TINY], SMALL)
+    row = StageTimes(
+        stage=0,
+        forward_s=1.0,
+        input_grad_s=1.0,
+        weight_grad_s=1.0,
+        origin="measured",
+        source="test",
+        samples=7,
+    )
+
+    def known(**changes: object) -> Calibration:
+        made = calibration_of(config, few_samples=True, transport="gloo", stages=[row])
+        return msgspec.structs.replace(made, **changes)
+
+    path = tmp_path / "c.json"
+    write_calibration(known(), path)
+    with pytest.raises(ProjectionError, match="7 samples are too few"):
+        calibration_of(config, few_samples=False, transport="gloo", stages=[row])
+    with pytest.raises(ProjectionError, match="is of seq_len 8, this run of 16"):
+        merged(path, known(seq_len=16))
+    with pytest.raises(ProjectionError, match="stages of another cut"):
+        merged(path, known(layers_per_stage=(8.0, 0.0, 0.0, 0.0)))
+    assert len(merged(path, known()).stages) == 1
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"zero_weights": True}))
+    with pytest.raises(ProjectionError, match="weights were zeros"):
+        read_calibration(path)
+    sys.setprofile(lambda *_: None)
+    try:
+        with pytest.raises(ProjectionError, match="a Python profiler is on"):
+            refuse_profilers()
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "present", "complaint"),
+    [
+        (["train.num_micro_batches=11"], range(0, 2), "set train.num_micro_batches to 12 or more"),
+        (["pp.schedule=interleaved_1f1b"], range(0, 2), "has 2 stages a rank"),
+        (["train.num_micro_batches=12"], range(3, 6), "name stages of 0 to 3"),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused(overrides, present, complaint):
+    with pytest.raises(ProjectionError, match=complaint):
+        check_emulation(load([TINY], [*SMALL, *overrides]), present)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("emulate {tiny} --stages 0-x --out c", "is not FIRST-LAST"),
+        ("emulate {tiny} --stages 0 --out c", "give --costs or --calibration"),
+        ("emulate {tiny} --stages 0-1 --out c --costs 1,1,1", "need 2 processes"),
+        ("calibrate {tiny}", "give either --out"),
+        ("calibrate {tiny} --depths 4 --samples 0", "time 1 time or more"),
+        ("validate --ranks 3", "ranks are even"),
+    ],
+)
+def test_wrong_uses_of_the_commands_are_refused(arguments, complaint, capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(arguments.format(tiny=TINY).split()) == 2
+    assert complaint in capsys.readouterr().err
