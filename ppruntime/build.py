@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ppruntime import config as configuration
 from ppruntime.activation_offload import ActivationOffload, ToFp8, ToHost
-from ppruntime.boundaries import expected_boundaries, probe, warm_up
-from ppruntime.channels import edge_of, make_channels
-from ppruntime.clocks import CudaClock, HostClock
+from ppruntime.boundaries import probe, warm_up
 from ppruntime.config import Config
+from ppruntime.connect import (
+    compute_dtype,
+    connect,
+    make_executor,
+    make_outline,
+    transport_options,
+)
 from ppruntime.executor import Executor
 from ppruntime.expert_options import BY_TORCH, ExpertChoice, choose_experts, moe_options
+from ppruntime.gemm_budget import limit_gemms
 from ppruntime.host_memory import HostPool
 from ppruntime.kernel_choice import choose_kernels
 from ppruntime.master_offload import MasterOffload
@@ -33,17 +38,14 @@ from ppruntime.models.linear import WeightGradQueue, set_queue
 from ppruntime.models.parameters import Part
 from ppruntime.models.residual import UsesResidual, residual
 from ppruntime.models.units import HeadUnit, build_unit
-from ppruntime.order import Order, make_order
-from ppruntime.plan import StagePlan, cut
+from ppruntime.order import Order
+from ppruntime.plan import StagePlan
 from ppruntime.ranks import Ranks, open_expert_group
 from ppruntime.recompute import kept_points
-from ppruntime.schedules.counts import Edge
-from ppruntime.schedules.credits import uncredited
 from ppruntime.schedules.formats import digest
 from ppruntime.schedules.forward_only import forward_only
 from ppruntime.schedules.ops import Schedule
 from ppruntime.stage import Stage
-from ppruntime.transports import open_transport
 from ppruntime.transports.agree import Fact, agree
 from ppruntime.transports.base import Boundary, Transport
 from ppruntime.transports.ledger import describe
@@ -88,22 +90,16 @@ class Pipeline:
         return self.order.computations.stage_to_rank[-1]
 
 
-def compute_dtype(config: Config) -> torch.dtype:
-    """The type of activations and of the weights they are multiplied with."""
-    return torch.float32 if config.train.precision == "fp32" else torch.bfloat16
-
-
 def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
     """Plans, builds and initialises this rank's stages and opens its channels. A collective.
 
     Raises on every rank alike when ranks do not agree on the configuration, the order or a
     boundary.
     """
-    train, dims, order = config.train, config.model.dims, make_order(config)
-    stage_to_rank = order.computations.stage_to_rank
-    plan = cut(dims, stage_to_rank, config.pp.layers_per_stage, seq_len=train.seq_len)
+    limit_gemms(config.pp.gemm_sms, ranks.device)
+    train, dims, outline = config.train, config.model.dims, make_outline(config)
+    order, plan = outline.order, outline.plan
     shape = {"batch": train.micro_batch_size, "seq_len": train.seq_len}
-    boundaries = expected_boundaries(dims, plan, dtype=compute_dtype(config), **shape)
     experts = choose_experts(config)
     agree(
         ranks.world_store("build"),
@@ -130,10 +126,9 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
         if s.rank == ranks.pp_rank
     }
 
-    handed_on = {s.index: describe(b) for s, b in zip(plan, boundaries, strict=False)}
+    handed_on = {s.index: describe(b) for s, b in zip(plan, outline.boundaries, strict=False)}
     for index in handed_on.keys() & stages.keys():
-        received = boundaries[index - 1] if index else None
-        made = probe(stages[index], received, device=ranks.device, **shape)
+        made = probe(stages[index], outline.received(index), device=ranks.device, **shape)
         handed_on[index] = describe(made)
         release_gathered(list(stages[index].units))
     agree(
@@ -146,21 +141,16 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
     )
 
     evaluation = forward_only(order.computations)
-    proven: frozenset[Edge] = frozenset()
     if ranks.device.type == "cuda":
-        proven = uncredited([order.lowered, evaluation], order.slots)
         for index, stage in stages.items():
-            warm_up_stage(stage, boundaries[index - 1] if index else None, ranks, **shape)
-    channels = make_channels(boundaries, stage_to_rank, order.slots)
-    transport = open_transport(
-        config.pp.transport,
-        channels,
-        ranks.pp_rank,
-        device=ranks.device,
+            warm_up_stage(stage, outline.received(index), ranks, **shape)
+    transport = connect(
+        outline,
+        ranks,
+        [order.lowered, evaluation],
+        kind=config.pp.transport,
         timeout_seconds=config.pp.timeout_seconds,
-        store=ranks.pipeline_store(),
-        uncredited=frozenset(c.id for c in channels if edge_of(c) in proven),
-        **_transport_options(config),
+        options=transport_options(config),
     )
 
     host_pool = HostPool(ranks.device)
@@ -171,14 +161,12 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
         masters = MasterOffload(units_of, ranks.device, host_pool)
 
     def executor(schedule: Schedule, *, training: bool) -> Executor:
-        rank, clock = ranks.pp_rank, CudaClock() if ranks.device.type == "cuda" else HostClock()
-        return Executor(
+        return make_executor(
+            outline,
             schedule,
-            rank,
+            ranks,
             stages,
-            channels,
             transport,
-            clock=clock,
             training=training,
             offload=offload if training else None,
             masters=masters if training else None,
@@ -229,17 +217,6 @@ def _activation_offload(
     if pp.offload_target == "fp8":
         return ActivationOffload(ToFp8(compute_dtype(config)), standing)
     return ActivationOffload(ToHost(device, host_pool), standing)
-
-
-def _transport_options(config: Config) -> dict[str, Any]:
-    """What `[pp]` says to the transport; keys that are not given leave it its own choice."""
-    pp = config.pp
-    options = {
-        "transport_ctas": pp.transport_ctas,
-        "recv_lead": pp.recv_lead,
-        "nccl_library": pp.nccl_library,
-    }
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def warm_up_stage(

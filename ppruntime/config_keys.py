@@ -86,7 +86,9 @@ class Pipeline(Section, frozen=True):
     transport_ctas: Count | None = None
     """Thread blocks that an nccl transfer may occupy. Default: NCCL's. Bitwise."""
     gemm_sms: Count | None = None
-    """Multiprocessors that persistent GEMM kernels may occupy. Default: all. Summation order."""
+    """Multiprocessors that GEMMs may occupy on a GPU, so that transfers find some free: our kernels
+    and deep_gemm never take more, torch's FP8 products neither, its bf16 matmuls take it as a hint
+    or not at all. Default: all. Summation order."""
     nccl_library: str | None = None
     """Path of the libnccl to load. Default: the installed one. Bitwise."""
     activation_offload: bool = False

@@ -51,7 +51,6 @@ class _NotBuilt:
 
 
 _NOT_BUILT = (
-    _NotBuilt("pp.gemm_sms", (None,), "leave it out"),
     _NotBuilt("optim.type", ("adamw", "sign_sgd"), 'use "adamw" or "sign_sgd"'),
     _NotBuilt("moe.dispatch.type", ("torch",), 'use "torch"'),
     *(
@@ -484,6 +483,15 @@ def _layer_kernels(config: Config) -> Iterator[Broken]:
         )
 
 
+def _gemm_sms(config: Config) -> Iterator[Broken]:
+    if config.pp.gemm_sms is not None and config.run.device == "cpu":
+        yield (
+            "pp.gemm_sms",
+            f'run.device = "cpu" and pp.gemm_sms = {config.pp.gemm_sms}: a CPU has no'
+            " multiprocessors to leave free; leave pp.gemm_sms out",
+        )
+
+
 def _timeline(config: Config) -> Iterator[Broken]:
     step, steps = config.run.timeline_step, config.train.steps
     if step is not None and step >= steps:
@@ -525,6 +533,7 @@ _RULES: tuple[Rule, ...] = (
     _routing,
     _attention_kernels,
     _layer_kernels,
+    _gemm_sms,
     _timeline,
     _paths,
 )

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from ppruntime.activation_offload import ActivationOffload
 from ppruntime.boundaries import expected_boundaries
 from ppruntime.channels import edge_of, make_channels
 from ppruntime.clocks import CudaClock, HostClock
 from ppruntime.config import Config
 from ppruntime.executor import Computes, Executor
+from ppruntime.master_offload import MasterOffload
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut
 from ppruntime.ranks import Ranks
@@ -104,10 +106,18 @@ def make_executor(
     transport: Transport,
     *,
     training: bool = True,
+    offload: ActivationOffload | None = None,
+    masters: MasterOffload | None = None,
 ) -> Executor:
-    """This rank's part of a lowered order, on the clock of its device."""
-    clock = CudaClock() if ranks.device.type == "cuda" else HostClock()
-    channels = outline.channels
+    """This rank's part of a lowered order, on the clock of its device; see `Executor`."""
     return Executor(
-        schedule, ranks.pp_rank, stages, channels, transport, clock=clock, training=training
+        schedule,
+        ranks.pp_rank,
+        stages,
+        outline.channels,
+        transport,
+        clock=CudaClock() if ranks.device.type == "cuda" else HostClock(),
+        training=training,
+        offload=offload,
+        masters=masters,
     )

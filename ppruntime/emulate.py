@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ppruntime.boundaries import expected_boundaries
-from ppruntime.build import build_stage, compute_dtype, warm_up_stage
+from ppruntime.build import build_stage, warm_up_stage
 from ppruntime.calibration import StagePeak, StageTimes, TransferTimes, median_and_p95
 from ppruntime.channels import make_channels
 from ppruntime.clocks import CudaClock, HostClock, OpTimes
 from ppruntime.config import Config
+from ppruntime.connect import compute_dtype
 from ppruntime.data import Batches, open_data
 from ppruntime.emulate_transport import Blanks, ReplayTransport, drawn, split_channels
 from ppruntime.executor import Executor

@@ -389,7 +389,6 @@ def _split(overrides):
 
 
 UNBUILT = [
-    ("pp.gemm_sms=120", "120", "leave it out"),
     ("optim.type=muon", '"muon"', 'use "adamw" or "sign_sgd"'),
     ("moe.dispatch.type=deep_ep", '"deep_ep"', 'use "torch"'),
     ("kernels.linear=triton", '"triton"', 'use "reference"'),
