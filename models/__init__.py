@@ -8,11 +8,11 @@ numbers     dims, dims_rules, parameters, presets, engram_hash, activation_bytes
 contracts   carry, linear (weight gradients that can wait), init
 documents   packed documents: starts, groups, visible entries; used wherever attention looks back
 attention   attention (V4.1), attention_v4, compressor_v4, indexer, sparse_attention, rope, quantize
-residual    mhc, mhc_v4 (the head's collapse), engram
+residual    residual (what a unit calls), mhc, mhc_v4 (the head's collapse), engram
 experts     moe, router, experts; dispatch (to the ranks that hold them); fp8_experts (over
             kernels/), weight_copies (made once an update)
 small       norm, topk (one rule for ties), precision (where bf16 models compute in fp32),
             keep_inputs (ops with a name, local recomputation)
-ends        units (embedding, head, assembly of all), head (the loss)
+ends        units (embedding, head, assembly of all), head (the loss, whole or in chunks)
 kernels/    faster versions, each beside its naive reference
 """

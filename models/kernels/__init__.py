@@ -14,6 +14,9 @@ FP8 experts         quantize (1 x 128 and 128 x 128 scales; rounding: exact, als
 FP8 linears         the same kernels with one group, and fp8_linear_cast (a rotated projection's
                     gradient); fp8_linear_backends says who multiplies; used by
                     models/fp8_linear.py
+head                the loss and the logits' gradient, chunk by chunk; references: models/head.py
+mhc                 what stands around a sublayer on the residual streams, two passes each way
+                    (kernels in mhc_kernels); reference: models/mhc.py, chosen by models/residual.py
 
 Every operation is a registered `torch.library` op named `ppruntime::...`, so that activation
 checkpointing can save it by name and a compiled graph holds it as one node. Nothing here is
