@@ -1,0 +1,65 @@
+"""pp.gemm_sms reaches torch and our kernels, and is refused where it would have no effect."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ppruntime.config import ConfigError, load
+from ppruntime.expert_options import ExpertChoice, moe_options
+from ppruntime.gemm_budget import limit_gemms
+from ppruntime.models.kernels import grouped_gemm
+from ppruntime.models.kernels.expert_backends import ExpertBackend
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+@pytest.fixture
+def carveouts(monkeypatch):
+    """What torch is told, on a GPU of 132 multiprocessors."""
+    told = [None]
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", told.append)
+    monkeypatch.setattr(torch._C, "_get_sm_carveout_experimental", lambda: told[-1])
+    return told
+
+
+def test_torch_leaves_free_what_the_budget_does_not_name_and_all_is_its_own_again(carveouts):
+    limit_gemms(None, CUDA)
+    assert carveouts == [None]  # not told anything: nothing was set
+    limit_gemms(116, CUDA)
+    limit_gemms(None, CUDA)
+    assert carveouts == [None, 16, None]
+
+
+def test_this_torch_has_the_setting():
+    assert torch._C._get_sm_carveout_experimental() is None
+    assert callable(torch._C._set_sm_carveout_experimental)
+
+
+def test_a_budget_without_effect_or_beyond_the_gpu_is_refused(carveouts):
+    with pytest.raises(ConfigError, match=r"pp\.gemm_sms = 116 has no effect on the cpu; leave it"):
+        limit_gemms(116, CPU)
+    with pytest.raises(ConfigError, match=r"gemm_sms = 140, but cuda:0 has 132 .*use at most 132"):
+        limit_gemms(140, CUDA)
+    limit_gemms(None, CPU)
+    assert carveouts == [None]
+
+
+def test_the_config_refuses_it_on_a_cpu():
+    with pytest.raises(ConfigError, match=r'run\.device = "cpu" and pp\.gemm_sms = 116'):
+        load(["launch/configs/tiny.toml"], ["pp.gemm_sms=116", "run.device=cpu"])
+
+
+def test_the_experts_kernels_get_the_budget_and_start_no_more_programs():
+    config = load(["launch/configs/tiny.toml"], ["pp.gemm_sms=100"])
+    options = moe_options(config, 0, ExpertChoice(ExpertBackend.TRITON), None)
+    assert options.fp8.gemm_sms == 100
+    for tile in (grouped_gemm.FORWARD_TILE, replace(grouped_gemm.FORWARD_TILE, num_warps=8)):
+        per_sm = 8 // tile.num_warps
+        assert grouped_gemm._num_programs(10_000, tile, 100) == 100 * per_sm
+        assert grouped_gemm._num_programs(7, tile, 100) == 7
