@@ -93,6 +93,8 @@ def train(*arguments: Argument) -> int:
 def plan(
     *arguments: Argument,
     json: bool = False,
+    ledger: bool = False,
+    check: Path | None = None,
     search: bool = False,
     calibration: Path | None = None,
     benches: Path | None = None,
@@ -109,6 +111,10 @@ def plan(
     ----------
     json
         Print one JSON object instead of a table.
+    ledger
+        Print every rank's memory by rows, at its peak, and the op of that peak.
+    check
+        Directory of a run: print its memory as predicted and as measured. Takes no config.
     search
         Look for the best plan within memory: cuts, order, warm-up, what is recomputed or offloaded.
     calibration
@@ -128,9 +134,21 @@ def plan(
     peak_flops
         With --search: FLOP/s of one GPU that MFU is a share of.
     """
-    from ppruntime.config import load
+    from ppruntime.config import ConfigError, load
 
+    if check is not None:
+        if arguments:
+            raise ConfigError(f"--check reads the run's own config; leave out {arguments[0]}")
+        from ppruntime.ledger_check import run_check_text
+
+        print(run_check_text(check))
+        return 0
     config = load(*_files_and_overrides(arguments))
+    if ledger:
+        from ppruntime.ledger import ledger_text
+
+        print(ledger_text(config))
+        return 0
     if search:
         from ppruntime.launch.plan_search import search as search_plans
 

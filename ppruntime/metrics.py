@@ -20,6 +20,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from ppruntime.ledger import MeasuredMemory
+
 _DENSE_BF16_FLOPS = {
     "A100": 312e12,
     "H100": 989.4e12,
@@ -57,6 +59,8 @@ class StepMetrics:
     """By MoE layer: the busiest expert's tokens over the mean of all experts; 1 is balanced."""
     val_loss: float | None = None
     """Validation loss after this step, where it was measured."""
+    memory: tuple[MeasuredMemory, ...] = ()
+    """Of each pipeline rank of the first pipeline; `ppruntime plan --check RUN` reads it."""
     resumed_at: int | None = None
     """In a start's first line: the step of the checkpoint it went on from. Earlier lines of later
     steps are of a past that was given up; `read_metrics` leaves them out."""
@@ -134,7 +138,7 @@ class MetricsLog:
             if name == "max_loads":
                 for layer, load in enumerate(value):
                     self._board.add_scalar(f"max_load/{layer}", load, metrics.step)
-            elif value is not None and name not in ("step", "resumed_at"):
+            elif value is not None and name not in ("step", "resumed_at", "memory"):
                 self._board.add_scalar(name, value, metrics.step)
 
     def _try_board(self, act: Callable[[], None]) -> None:

@@ -11,6 +11,7 @@ from types import TracebackType
 import torch
 
 from ppruntime.config import Config, ConfigError, dumps
+from ppruntime.ledger import MeasuredMemory
 from ppruntime.manifest import CheckpointError, TrainingState, find
 from ppruntime.metrics import MetricsLog, ProgressLine, StepMetrics, mfu, peak_flops
 from ppruntime.models.dims import counts
@@ -148,6 +149,7 @@ class Reporter:
         seconds: float,
         tokens: int,
         val_loss: float | None,
+        memory: tuple[MeasuredMemory, ...],
     ) -> None:
         """A step is done."""
         self._record.num_done = done
@@ -168,6 +170,7 @@ class Reporter:
             tokens=tokens,
             max_loads=result.max_loads,
             val_loss=val_loss,
+            memory=memory,
         )
         self._log.write(metrics)
         self._progress.update(metrics)

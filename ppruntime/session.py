@@ -19,7 +19,9 @@ from ppruntime import checkpoint
 from ppruntime.build import build_pipeline
 from ppruntime.config import Config, digest
 from ppruntime.data import Batches, open_data
+from ppruntime.ledger import out_of_memory_text
 from ppruntime.manifest import CheckpointError, TrainingState, find
+from ppruntime.memory_meter import MemoryMeter
 from ppruntime.messages import any_rank, broadcast_bytes, first_complaint
 from ppruntime.models.dispatch import DispatchError
 from ppruntime.profiling import align_clocks, gather_step, write_timeline
@@ -212,19 +214,24 @@ class _Loop:
         if timeline_step is None:
             timeline_step = num_steps - 1
         first = saved = state.step
+        meter = MemoryMeter(self.trainer, rank=self.ranks.pp_rank, device=self.ranks.device)
         for index in range(state.step, num_steps):
             done = index + 1
             start = time.perf_counter()
+            meter.start()
             try:
                 result = self.trainer.step(index, self.train_data)
             except Exception as error:
                 error.add_note(f"rank {self.ranks.rank} was in step {done}")
+                if isinstance(error, torch.OutOfMemoryError):
+                    error.add_note(self._why_out_of_memory())
                 raise
             seconds = time.perf_counter() - start
+            memory = meter.gather(self.ranks.pipeline_group)
             val_loss = self._validate(done)
             state = self._state(done)
             if self.reporter is not None:
-                self.reporter.step(done, result, seconds, state.tokens, val_loss)
+                self.reporter.step(done, result, seconds, state.tokens, val_loss, memory)
             if index == timeline_step:
                 self._write_timeline(done)
             interval = self.config.checkpoint.interval
@@ -239,6 +246,13 @@ class _Loop:
                 raise StoppedError(f"stopped by {by} after step {done}, which is saved")
         if self.reporter is not None:
             self.reporter.finished(num_steps, saved, ran=first < num_steps)
+
+    def _why_out_of_memory(self) -> str:
+        """The rank's ledger, and what would fit."""
+        total = None
+        if self.ranks.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.ranks.device).total_memory
+        return out_of_memory_text(self.config, self.ranks.pp_rank, total)
 
     def _validate(self, done: int) -> float | None:
         interval = self.config.train.eval_interval

@@ -1,0 +1,294 @@
+"""The memory ledger: every byte of a rank in a named row, predicted over an order, and measured.
+
+Pure; no torch. The plan's numbers (`memory`, `plan_report`) laid out by row and by op: what stays
+through a step, and after every op what is held for backwards. `check_text` puts a run's measured
+rows beside them, `out_of_memory_text` says what to change when a rank ran out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from msgspec.structs import replace
+
+from ppruntime.config_keys import Config, ExpertCompute, RecomputeMode
+from ppruntime.memory import sharded_master_bytes, state_bytes
+from ppruntime.models.dims import unit_parameters
+from ppruntime.order import make_order
+from ppruntime.plan import StagePlan, cut
+from ppruntime.plan_report import StageReport, flop_costs, report
+from ppruntime.schedules.ops import Kind, Op
+from ppruntime.schedules.timeline import simulate
+from ppruntime.text_table import short_bytes, text_table
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a rank holds of its micro-batches while one op runs."""
+
+    op: str
+    activations: int
+    """Kept from forwards for backwards, at the op's end if it is a forward, else at its start."""
+    recompute: int
+    """Made anew by the op's recompute."""
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.recompute
+
+
+@dataclass(frozen=True, slots=True)
+class RankLedger:
+    """The predicted rows of one pipeline rank, in bytes, on the data rank with the most."""
+
+    rank: int
+    weights: int
+    """What the units multiply with, in the compute dtype."""
+    copies: int
+    """Further copies of weights in a lower precision."""
+    masters: int
+    """fp32 masters that are apart from the weights."""
+    accumulators: int
+    """fp32 gradient sums."""
+    optimizer: int
+    """Moments."""
+    slots: int
+    """Receive buffers."""
+    resting_parameters: int
+    """What parameters take between steps: the masters, and what is whole on every rank."""
+    moments: tuple[Moment, ...]
+    """One per op of the rank's order."""
+
+    @property
+    def through_the_step(self) -> int:
+        """All rows that no op changes."""
+        lasting = self.weights + self.copies + self.masters + self.accumulators
+        return lasting + self.optimizer + self.slots
+
+    @property
+    def peak(self) -> Moment:
+        """The first moment with the most."""
+        return max(self.moments, key=lambda moment: moment.total, default=Moment("no op", 0, 0))
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.through_the_step + self.peak.total
+
+    def rows(self) -> tuple[tuple[str, int], ...]:
+        """Names and bytes of all rows at the peak."""
+        return (
+            ("weights", self.weights),
+            ("low-precision copies", self.copies),
+            ("masters", self.masters),
+            ("accumulators", self.accumulators),
+            ("optimizer", self.optimizer),
+            ("slots", self.slots),
+            ("activations in flight", self.peak.activations),
+            ("made again", self.peak.recompute),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredMemory:
+    """What one pipeline rank had in a step; None where the device does not count."""
+
+    rank: int
+    resting_parameters: int
+    """Bytes of parameters between steps."""
+    optimizer: int
+    """Bytes of the optimizer's moments."""
+    peak_bytes: int | None
+    """The most bytes in live tensors during the step."""
+    reserved_bytes: int | None
+    """What the allocator held from the device at the most: live tensors and its slack."""
+
+
+def predict(config: Config) -> tuple[RankLedger, ...]:
+    """The ledger of every pipeline rank. Workspaces and the allocator's slack are not predicted:
+    what a run measures above the peak is theirs."""
+    order, plan = make_order(config).computations, report(config)
+    cuts = cut(
+        config.model.dims,
+        order.stage_to_rank,
+        config.pp.layers_per_stage,
+        seq_len=config.train.seq_len,
+    )
+    plain = replace(
+        config,
+        kernels=replace(config.kernels, linear="reference"),
+        moe=replace(config.moe, compute=ExpertCompute()),
+    )
+    ledgers = []
+    for rank in plan.ranks:
+        own = [cuts[index] for index in rank.stages]
+        weights = sum(state_bytes(plain, stage).weights for stage in own)
+        masters = sum(sharded_master_bytes(config, stage) for stage in own)
+        ledgers.append(
+            RankLedger(
+                rank=rank.rank,
+                weights=weights,
+                copies=rank.weight_bytes - weights,
+                masters=masters,
+                accumulators=rank.gradient_bytes,
+                optimizer=rank.optimizer_bytes - masters,
+                slots=rank.slot_bytes,
+                resting_parameters=masters + _unsharded_bytes(config, own, masters),
+                moments=tuple(_moments(order.ops(rank.rank), plan.stages)),
+            )
+        )
+    return tuple(ledgers)
+
+
+def _unsharded_bytes(config: Config, stages: Sequence[StagePlan], masters: int) -> int:
+    """Parameters that are their own masters: all without sharding, in bf16 the few fp32 ones."""
+    is_sharded = masters > 0
+    return sum(
+        4 * prod(parameter.shape)
+        for stage in stages
+        for spec in stage.units
+        for parameter in unit_parameters(config.model.dims, spec)
+        if not is_sharded or (parameter.fp32 and config.train.precision != "fp32")
+    )
+
+
+def _moments(ops: Iterable[Op], stages: Sequence[StageReport]) -> Iterator[Moment]:
+    held = 0
+    for op in ops:
+        stage, kind = stages[op.stage], op.kind
+        one = stage.activation_bytes // stage.in_flight if stage.in_flight else 0
+        again = 0
+        if kind is Kind.F:
+            held += one
+        elif kind in (Kind.B, Kind.I):
+            again = stage.recompute_bytes
+        yield Moment(str(op), held, again)
+        if kind in (Kind.B, Kind.W):
+            held -= one
+
+
+def ledger_text(config: Config) -> str:
+    """The predicted rows of every rank at its peak, for people."""
+    ledgers = predict(config)
+    headings = ("rank", *(name for name, _ in ledgers[0].rows()), "peak", "in")
+    rows = [
+        (
+            str(ledger.rank),
+            *(short_bytes(num_bytes) for _, num_bytes in ledger.rows()),
+            short_bytes(ledger.peak_bytes),
+            ledger.peak.op,
+        )
+        for ledger in ledgers
+    ]
+    return "\n".join(text_table(headings, rows, left="in"))
+
+
+def check_text(config: Config, measured: Sequence[MeasuredMemory]) -> str:
+    """Predicted against measured, a line per rank and row. `measured`: of one step of a run."""
+    headings = ("rank", "row", "predicted", "measured", "off by")
+    lines = []
+    for ledger, found in zip(predict(config), measured, strict=True):
+        slack = None
+        if found.peak_bytes is not None and found.reserved_bytes is not None:
+            slack = found.reserved_bytes - found.peak_bytes
+        for name, ours, theirs in (
+            ("parameters between steps", ledger.resting_parameters, found.resting_parameters),
+            ("optimizer", ledger.optimizer, found.optimizer),
+            ("peak of live tensors", ledger.peak_bytes, found.peak_bytes),
+            ("allocator slack", None, slack),
+        ):
+            lines.append((str(ledger.rank), name, _cell(ours), _cell(theirs), _off(ours, theirs)))
+    text = "\n".join(text_table(headings, lines, left="row"))
+    if any(found.peak_bytes is None for found in measured):
+        text += "\n- is not measured: this device has no counter of live tensors"
+    return text
+
+
+def _cell(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else short_bytes(num_bytes)
+
+
+def _off(predicted: int | None, measured: int | None) -> str:
+    if predicted is None or not measured:
+        return "-"
+    return f"{predicted / measured - 1:+.2%}"
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change that lowers a rank's predicted peak."""
+
+    change: str
+    """As overrides of the command line."""
+    peak_bytes: int
+    cost: float
+    """Step time over the present one, less 1; op times as FLOPs, free transfers."""
+
+
+def remedies(config: Config, rank: int, goal_bytes: float) -> list[Remedy]:
+    """Changes with which the rank's predicted peak is at most `goal_bytes`, the cheapest first."""
+    now = _step_time(config)
+    found = []
+    for change, other in _candidates(config):
+        peak = predict(other)[rank].peak_bytes
+        if peak <= goal_bytes:
+            found.append(Remedy(change, peak, _step_time(other) / now - 1))
+    return sorted(found, key=lambda remedy: (round(remedy.cost, 6), -remedy.peak_bytes))
+
+
+_MODES: tuple[RecomputeMode, ...] = ("matmul", "attention", "projections", "full", "full_moe")
+
+
+def _candidates(config: Config) -> Iterator[tuple[str, Config]]:
+    for mode in _MODES:
+        if config.ac.mode != mode:
+            yield f"ac.mode={mode}", replace(config, ac=replace(config.ac, mode=mode))
+    train = config.train
+    if train.micro_batch_size % 2 == 0:
+        smaller = replace(
+            train,
+            micro_batch_size=train.micro_batch_size // 2,
+            num_micro_batches=2 * train.num_micro_batches,
+        )
+        yield (
+            f"train.micro_batch_size={smaller.micro_batch_size}"
+            f" train.num_micro_batches={smaller.num_micro_batches}",
+            replace(config, train=smaller),
+        )
+
+
+def _step_time(config: Config) -> float:
+    order = make_order(config).computations
+    cuts = cut(
+        config.model.dims,
+        order.stage_to_rank,
+        config.pp.layers_per_stage,
+        seq_len=config.train.seq_len,
+    )
+    return simulate(order, flop_costs(config, cuts)).makespan * config.train.micro_batch_size
+
+
+def out_of_memory_text(config: Config, rank: int, device_bytes: int | None) -> str:
+    """The ledger of a rank that ran out of memory and the two cheapest changes that would fit.
+
+    `device_bytes`: what the device has, if known. Where the prediction was below it, the changes
+    have to make as much room again as the prediction missed: a twentieth at least.
+    """
+    ledger = predict(config)[rank]
+    predicted = ledger.peak_bytes
+    goal = 0.95 * (predicted if device_bytes is None else min(predicted, device_bytes))
+    rows = ", ".join(f"{name} {short_bytes(num)}" for name, num in ledger.rows() if num)
+    lines = [
+        f"predicted for rank {rank}: {rows}; together {short_bytes(predicted)} at the most, in"
+        f" {ledger.peak.op}"
+        + (f"; the device has {short_bytes(device_bytes)}" if device_bytes is not None else "")
+    ]
+    lines.extend(
+        f"{remedy.change} would need {short_bytes(remedy.peak_bytes)}; the step takes"
+        f" {remedy.cost:+.1%} by FLOPs"
+        for remedy in remedies(config, rank, goal)[:2]
+    )
+    if len(lines) == 1:
+        lines.append("no ac.mode makes it fit; use more ranks (pp.size, parallel.dp), fewer tokens")
+    return "\n".join(lines)

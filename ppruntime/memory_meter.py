@@ -1,0 +1,54 @@
+"""Measures the memory of this rank's step, for the ledger."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ppruntime.ledger import MeasuredMemory
+from ppruntime.messages import gather_bytes
+from ppruntime.trainer import Trainer
+
+
+class MemoryMeter:
+    """Counts over one step at a time. On a CPU nobody counts live tensors: there is no peak."""
+
+    def __init__(self, trainer: Trainer, *, rank: int, device: torch.device) -> None:
+        self._trainer, self._rank = trainer, rank
+        self._device = device if device.type == "cuda" else None
+
+    def start(self) -> None:
+        """A step begins."""
+        if self._device is not None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def read(self) -> MeasuredMemory:
+        """What this rank had since `start`."""
+        params, peak, reserved = self._trainer.pipeline.params, None, None
+        if self._device is not None:
+            stats = torch.cuda.memory_stats(self._device)
+            peak, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+        moments = {
+            name: tensor
+            for name, tensor in self._trainer.state_tensors().items()
+            if name.startswith("optim.") and not name.startswith("optim.step.")
+        }
+        return MeasuredMemory(
+            rank=self._rank,
+            resting_parameters=sum(map(_local_bytes, params.values())),
+            optimizer=sum(map(_local_bytes, moments.values())),
+            peak_bytes=peak,
+            reserved_bytes=reserved,
+        )
+
+    def gather(self, group: ProcessGroup) -> tuple[MeasuredMemory, ...]:
+        """`read` of every rank of the pipeline. A collective."""
+        found = gather_bytes(msgspec.json.encode(self.read()), group)
+        return tuple(msgspec.json.decode(each, type=MeasuredMemory) for each in found)
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.numel() * local.element_size()

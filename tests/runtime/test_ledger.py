@@ -1,0 +1,117 @@
+"""The memory ledger: its rows, what a run measures, and what a rank that runs out is told."""
+
+from __future__ import annotations
+
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import CONFIG, SMALL, train
+
+from ppruntime.config import Config, ConfigError, load
+from ppruntime.ledger import (
+    MeasuredMemory,
+    check_text,
+    ledger_text,
+    out_of_memory_text,
+    predict,
+    remedies,
+)
+from ppruntime.ledger_check import run_check_text
+from ppruntime.metrics import read_metrics
+from ppruntime.plan_report import report
+
+
+def tiny(*overrides: str) -> Config:
+    return load([CONFIG], [*SMALL, *overrides])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b_w", "zb_v"])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_rows_are_the_plans_and_every_byte_is_in_one(schedule, mode):
+    config = tiny("pp.size=2", f"pp.schedule={schedule}", f"ac.mode={mode}", "train.precision=bf16")
+    for ledger, rank in zip(predict(config), report(config).ranks, strict=True):
+        rows = dict(ledger.rows())
+        assert rows["weights"] + rows["low-precision copies"] == rank.weight_bytes
+        assert rows["masters"] + rows["optimizer"] == rank.optimizer_bytes
+        assert rows["accumulators"] == rank.gradient_bytes
+        assert rows["slots"] == rank.slot_bytes
+        assert sum(rows.values()) == ledger.peak_bytes <= rank.total_bytes
+        assert max(moment.activations for moment in ledger.moments) == rank.activation_bytes
+        assert ledger.moments[-1].activations > 0, "the last backward reads what it frees"
+        assert ledger.peak in ledger.moments
+    assert "activations in flight" in ledger_text(config)
+
+
+def test_a_run_measures_what_stays_between_steps_and_check_puts_it_beside(tmp_path, run_ranks):
+    run_dir, overrides = tmp_path / "run", ("train.steps=1", "train.precision=bf16", "pp.size=2")
+    with pytest.raises(ConfigError, match="holds no run"):
+        run_check_text(run_dir)
+    assert [code for code, *_ in run_ranks(2, train, str(run_dir), overrides)] == [0, 0]
+    (step,) = read_metrics(run_dir / "metrics.jsonl")
+    for ledger, found in zip(predict(tiny(*overrides)), step.memory, strict=True):
+        assert found.resting_parameters == ledger.resting_parameters
+        assert found.optimizer == ledger.optimizer
+        assert found.peak_bytes is found.reserved_bytes is None, "a CPU counts no peak"
+    text = run_check_text(run_dir)
+    assert "step 1" in text
+    assert text.count("+0.00%") == 4
+    assert "not measured" in text
+
+
+def test_slack_stands_apart_from_live_bytes():
+    config = tiny("pp.size=1", "pp.layers_per_stage=default")
+    (ledger,) = predict(config)
+    peak = round(ledger.peak_bytes / 1.02)
+    measured = MeasuredMemory(
+        0, ledger.resting_parameters, ledger.optimizer, peak, peak + 3 * 2**20
+    )
+    rows = check_text(config, [measured]).splitlines()
+    (live,) = (row for row in rows if "peak of live tensors" in row)
+    (slack,) = (row for row in rows if "allocator slack" in row)
+    assert live.endswith("+2.00%")
+    assert slack.split()[-1] == slack.split()[-4] == "-"
+
+
+def test_remedies_fit_and_the_cheapest_comes_first():
+    config = tiny("pp.size=2", "train.micro_batch_size=2")
+    peak = predict(config)[0].peak_bytes
+    found = remedies(config, 0, 0.95 * peak)
+    assert len(found) >= 2
+    for remedy in found:
+        other = tiny("pp.size=2", "train.micro_batch_size=2", *remedy.change.split(" "))
+        assert predict(other)[0].peak_bytes == remedy.peak_bytes <= 0.95 * peak
+    costs = [remedy.cost for remedy in found]
+    assert costs == sorted(costs)
+    assert "no ac.mode makes it fit" in out_of_memory_text(config, 0, 1000)
+
+
+def _runs_out(rank: int, run_dir: str) -> list[str]:
+    from ppruntime.session import run
+    from ppruntime.stage import Stage
+
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory, says the test")
+
+    Stage.backward = fails  # type: ignore[method-assign,assignment]
+    overrides = [*SMALL, f"run.dir={run_dir}", "pp.size=1", "pp.layers_per_stage=default"]
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        try:
+            run(load([CONFIG], overrides))
+        except torch.OutOfMemoryError as error:
+            return error.__notes__
+    return []
+
+
+def test_a_rank_that_runs_out_says_in_which_op_with_its_ledger_and_what_would_fit(
+    tmp_path: Path, run_ranks
+):
+    (notes,) = run_ranks(1, _runs_out, str(tmp_path / "run"))
+    text = "\n".join(notes)
+    assert "rank 0 was in 0B0" in text
+    assert "rank 0 was in step 1" in text
+    assert "predicted for rank 0: weights" in text
+    assert "ac.mode=" in text
+    assert text.count("by FLOPs") == 2
