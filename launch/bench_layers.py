@@ -2,6 +2,9 @@
 
 `--only parts` times the head and mHC, see bench_layer_parts.
 
+`--only halves` times attention halves by kind, the indexer, RoPE and the grouped output, see
+bench_halves.
+
 `--only attention` times the sparse attention kernels at V4.1-Flash's width: forward and backward,
 lists of 640 and of 128 slots, both ways to add up the keys' gradients, several tilings. Each is
 compared with the fp32 reference on the same numbers. Variants are compiled side by side and timed
@@ -28,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppruntime.launch import bench_layer_parts
+from ppruntime.launch import bench_halves, bench_layer_parts
 
 HEADS, WIDTH, WINDOW, PAIRS = 64, 512, 128, 32
 FLOPS_PER_SLOT = 4 * HEADS * WIDTH
@@ -88,11 +91,15 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--only", choices=("attention", "parts"), default="attention")
+    parser.add_argument("--only", choices=("attention", "halves", "parts"), default="attention")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repetitions", type=int, default=12)
+    parser.add_argument("--model", default="v41-flash", help="halves: whose, such as v4-flash")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="halves: where")
     parser.add_argument("--skip", default="", help="leave out variants with this in their name")
     options = parser.parse_args(arguments)
+    if options.only == "halves":
+        return bench_halves.run(options)
     if not torch.cuda.is_available():
         print("bench_layers: there is no CUDA device to measure", file=sys.stderr)
         return 2
@@ -328,13 +335,43 @@ def _variants() -> list[tuple[str, str, float, Callable[[Inputs], Call]]]:
 
         return make
 
+    def library_forward(x: Inputs) -> Call:
+        return lambda: _library(x, None)
+
+    def library_backward(x: Inputs) -> Call:
+        saved = _library(x, None)
+        return lambda: _library(x, saved)
+
+    libraries = [
+        ("forward", "library", 1.0, library_forward),
+        ("backward", "library", 2.5, library_backward),
+    ]
     forwards = kernels.FORWARD_TILES_TO_TRY
     backwards = kernels.BACKWARD_TILES_TO_TRY
-    return [("forward", str(tiles), 1.0, forward(tiles)) for tiles in forwards] + [
-        (part, str(tiles), 2.5, backward(tiles, deterministic))
-        for deterministic, part in ((False, "backward"), (True, "backward, fixed"))
-        for tiles in backwards
-    ]
+    return (
+        [("forward", str(tiles), 1.0, forward(tiles)) for tiles in forwards]
+        + [
+            (part, str(tiles), 2.5, backward(tiles, deterministic))
+            for deterministic, part in ((False, "backward"), (True, "backward, fixed"))
+            for tiles in backwards
+        ]
+        + libraries
+    )
+
+
+def _library(x: Inputs, saved: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    """The optional packages' forward, or with what it gave their backward."""
+    from ppruntime.models.kernels import sparse_attention_library as library
+    from ppruntime.models.rope import Rotation
+
+    reason = library.unavailable_reason(x.q.device, x.q.dtype)
+    if reason is not None:
+        raise RuntimeError(reason)
+    rotation = Rotation(x.cos, x.sin)
+    if saved is None:
+        return library.run_forward(x.q, x.keys, x.slots, x.sink, rotation)
+    out, lse = saved
+    return library.run_backward(x.dout, x.q, x.keys, x.slots, x.sink, rotation, out, lse)
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -51,3 +52,21 @@ def test_a_row_counts_flops_per_median():
     assert row.record()["spread"] == 3.0
     assert "1000 TFLOP/s" in str(row)
     assert "failed: no" in str(bench_layers.Row("forward", "x", 640, 1.0, failure="no"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="small shapes, for the interpreter")
+def test_halves_of_each_kind_and_their_parts_are_timed_and_what_cannot_run_says_why(tmp_path):
+    out = tmp_path / "halves.json"
+    small = ["--device", "cpu", "--tokens", "8", "--repetitions", "1"]
+    small += ["--model", "tiny", "--out", str(out)]
+    assert bench_layers.main(["--only", "halves", *small]) == 0
+    lines = json.loads(out.read_text())["lines"]
+    timed = {(x["part"], x["kind"], x["backend"], x["phase"]) for x in lines if x["median"]}
+    for kind in ("SWA", "Full ratio 2", "Full ratio 1", "Reindex", "Reuse"):
+        for phase in ("forward", "input gradient", "weight gradients"):
+            assert ("attention half", kind, "reference", phase) in timed
+    for part, kind in (("indexer", "ratio 2"), ("RoPE alone", "queries"), ("q_b and RoPE", "all")):
+        assert {(part, kind, name, "forward") for name in ("reference", "triton")} <= timed
+    assert ("grouped output", "all", "library", "weight gradients") in timed
+    assert all(x["failure"] for x in lines if not x["median"])
+    assert all(x["floor_ms"] > 0 for x in lines)
