@@ -6,6 +6,7 @@ the host all of it is plain copies, done at once.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -38,7 +39,8 @@ class HostPool:
         assert page_bytes % _ALIGNMENT == 0, f"a page has {page_bytes} bytes"
         self.page_bytes = page_bytes
         self._pinned = device.type == "cuda"
-        self._free: list[Page] = []
+        # The longest free first: its last copy is over, and a new one need not wait for it.
+        self._free: deque[Page] = deque()
         self._num_pages = 0
 
     @property
@@ -54,7 +56,7 @@ class HostPool:
     def take(self, num_bytes: int) -> list[Page]:
         """Pages for so many bytes. The caller owns them until `give`."""
         wanted = -(-num_bytes // self.page_bytes)
-        taken = [self._free.pop() for _ in range(min(wanted, len(self._free)))]
+        taken = [self._free.popleft() for _ in range(min(wanted, len(self._free)))]
         return taken + [self._new_page() for _ in range(wanted - len(taken))]
 
     def give(self, pages: Iterable[Page], last_read: Event | None) -> None:

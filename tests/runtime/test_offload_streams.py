@@ -1,0 +1,108 @@
+"""The copies' order on streams, on the CPU: every lane is a thread that works late."""
+
+from __future__ import annotations
+
+import pytest
+import simulated_cuda
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ppruntime.activation_offload import ActivationOffload, ToHost
+from ppruntime.host_memory import HostPool
+from ppruntime.master_offload import MasterOffload
+
+CPU = torch.device("cpu")
+
+
+class ComputeStream:
+    """The host itself: its work is done when it is given, so it waits at once."""
+
+    def do(self, action):
+        action()
+
+    def wait_event(self, event):
+        assert event.recorded.wait(20), "an event never came"
+
+
+class CopiesOnTheirStream(TorchFunctionMode):
+    """A copy that does not block is queued on the stream that is current."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.copy_ and (kwargs or {}).get("non_blocking"):
+            target, source = args
+            simulated_cuda.current_stream().do(lambda: target.copy_(source))
+            return target
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Simulated streams under the names of the real ones."""
+    monkeypatch.setattr(simulated_cuda._HERE, "stream", ComputeStream(), raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", simulated_cuda.Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", simulated_cuda.current_stream)
+    monkeypatch.setattr(torch.cuda, "stream", simulated_cuda.use_stream)
+    with CopiesOnTheirStream():
+        yield
+
+
+def on_streams(*lanes):
+    for lane in lanes:
+        lane._stream = simulated_cuda.Stream()
+
+
+def forward(x, weights):
+    for weight in weights:
+        x = torch.tanh(x @ weight) + x
+    return x.square().sum()
+
+
+def test_late_copies_change_no_bit(streams):
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(32, 32)) for _ in range(3)]
+    inputs = [torch.randn(16, 32) for _ in range(6)]
+    for x in inputs:
+        forward(x, weights).backward()
+    expected = [w.grad.clone() for w in weights]
+    route = ToHost(CPU, HostPool(CPU, page_bytes=512))
+    on_streams(route.outwards, route.homewards)
+    offload = ActivationOffload(route, {0: lambda: weights})
+    for _ in range(8):
+        for w in weights:
+            w.grad = None
+        losses = {}
+        for m, x in enumerate(inputs):  # as an order has it: back one op ahead, pages go round
+            if m >= 2:
+                offload.reload((0, m - 2))
+            with offload.collecting((0, m), [x]):
+                losses[m] = forward(x, weights)
+            offload.offload((0, m))
+            offload.offloaded((0, m))
+            if m >= 2:
+                offload.arrive((0, m - 2))
+                losses.pop(m - 2).backward()
+        for m, loss in losses.items():
+            offload.reload((0, m))
+            offload.arrive((0, m))
+            loss.backward()
+        assert all(torch.equal(w.grad, g) for w, g in zip(weights, expected, strict=True))
+        assert not offload.num_held
+    assert route.pool.num_bytes_used == 0
+
+
+def test_late_copies_of_masters_bring_back_what_left(streams, monkeypatch):
+    masters = [torch.randn(1000), torch.randn(3, 7)]
+    expected = [m.clone() for m in masters]
+    monkeypatch.setattr(
+        "ppruntime.master_offload._masters", lambda _: [m.untyped_storage() for m in masters]
+    )
+    offload = MasterOffload({4: torch.nn.Identity()}, CPU, HostPool(CPU, page_bytes=512))
+    on_streams(offload._outwards, offload._homewards)
+    assert offload.num_bytes(4) == 4 * 1021
+    for _ in range(8):
+        offload.leave(4)
+        offload.left(4)
+        assert offload.num_bytes(4) == 0
+        offload.come_back(4)
+        offload.arrive(4)
+        assert all(map(torch.equal, masters, expected))
