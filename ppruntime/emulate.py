@@ -29,13 +29,15 @@ from ppruntime.connect import compute_dtype
 from ppruntime.data import Batches, open_data
 from ppruntime.emulate_transport import Blanks, ReplayTransport, drawn, split_channels
 from ppruntime.executor import Executor
+from ppruntime.expert_options import choose_experts
 from ppruntime.messages import gather_bytes
 from ppruntime.models.carry import DIFFERENTIABLE, MicroBatch
+from ppruntime.models.dispatch import ExpertGroup
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut
 from ppruntime.profiling import align_clocks
 from ppruntime.projector import ProjectionError
-from ppruntime.ranks import Ranks
+from ppruntime.ranks import Ranks, open_expert_group
 from ppruntime.schedules.absent import AbsentRanks
 from ppruntime.schedules.costs import Costs, Hops
 from ppruntime.schedules.counts import peak_in_flight
@@ -163,7 +165,7 @@ def emulate(
     rank = present.start + ranks.pp_rank
     shape = {"batch": train.micro_batch_size, "seq_len": train.seq_len}
     boundaries = expected_boundaries(config.model.dims, plan, dtype=compute_dtype(config), **shape)
-    stage = build_stage(config, plan[rank], ranks)
+    stage = _build(config, plan[rank], ranks)
     on_cuda = device.type == "cuda"
     if on_cuda:
         warm_up_stage(stage, boundaries[rank - 1] if rank else None, ranks, **shape)
@@ -215,6 +217,15 @@ def emulate(
     peaks = _peaks(ranks, rank) if on_cuda else ()
     transport.close()
     return _emulation(config, order, present, boundaries, all_times, peaks, step_s)
+
+
+def _build(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
+    """As `build.build_pipeline` builds a stage: with the run's experts, over its expert ranks."""
+    group = None
+    if ranks.layout.ep > 1:
+        limit = config.pp.timeout_seconds
+        group = ExpertGroup.of(open_expert_group(ranks, timeout_seconds=limit))
+    return build_stage(config, plan, ranks, experts=choose_experts(config), group=group)
 
 
 def _reset(stage: Stage, device: torch.device) -> None:

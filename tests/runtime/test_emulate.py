@@ -52,6 +52,7 @@ def free_port() -> int:
     return port
 
 
+@pytest.mark.slow
 def test_the_slurm_job_emulates_stages_on_local_processes_and_a_second_job_replays_them(tmp_path):
     """The sbatch script, with an srun that runs its command here; the plain script under it starts
     two ranks, stages 2 and 3 of 4. Then stage 1 alone, on the gradients that stage 2 sent."""
@@ -116,16 +117,12 @@ def test_the_slurm_job_emulates_stages_on_local_processes_and_a_second_job_repla
     assert [len(cost.pieces) for cost in costs[1:]] == [1, 1, 1]
 
 
-def test_a_units_calibration_has_a_row_for_each_kind_and_mode_and_projects(tmp_path):
+def test_a_units_calibration_has_a_row_for_each_kind_and_mode_and_projects(tmp_path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     out = tmp_path / "units.json"
     run = [str(TINY), "train.seq_len=8", "train.micro_batch_size=1", "data.type=counting"]
     options = ["--out", str(out), "--samples", "1", "--few-samples", "--modes", "none"]
-    subprocess.run(
-        [sys.executable, "-m", "ppruntime.launch.cli", "calibrate", *run, *options],
-        check=True,
-        timeout=LIMIT_SECONDS,
-        env=environment(),
-    )
+    assert main(["calibrate", *run, *options]) == 0
     known = read_calibration(out)
     config = load([TINY], ["train.seq_len=8", "train.micro_batch_size=1"])
     kinds = {(row.unit, row.ac_mode) for row in known.units}

@@ -1,0 +1,112 @@
+"""The projection from kernel records: what is measured stays so, the published rows come out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ppruntime.calibrate_kernels import (
+    kernel_calibration,
+    read_kernels,
+    remote_copies,
+    unit_pieces,
+)
+from ppruntime.config import load
+from ppruntime.headline import (
+    H200_BYTES,
+    RESERVED_BYTES,
+    exchanges,
+    job_of,
+    project_plan,
+)
+from ppruntime.models.dims import preset, unit_specs
+from ppruntime.planner import uniform_plan
+from ppruntime.planner_inputs import task_of
+from ppruntime.projector import Origin, ProjectionError
+
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / "docs" / "bench"
+FULL = ROOT / "launch" / "configs" / "v41-flash-pp16.toml"
+KERNELS = read_kernels(BENCH)
+
+
+def run(*overrides: str):
+    return load([FULL], ["parallel.dp=12", "train.num_micro_batches=48", *overrides])
+
+
+def test_measured_pieces_are_the_benches_rows_and_the_rest_says_what_it_is():
+    config = run()
+    specs = {spec.name: spec for spec in unit_specs(config.model.dims)}
+    moe = {p.name: p for p in unit_pieces(config, specs["layers.5.moe"], "none", KERNELS)}
+    rows = {(r["shape"], r["phase"], r["variant"]): r["median_ms"] for r in _moe()["rows"]}
+    experts = moe["experts"]
+    assert experts.origin is Origin.MEASURED
+    whole = 1e3 * (experts.forward_s + experts.input_grad_s + experts.weight_grad_s)
+    names = [v for s, p, v in rows if s == "ep8" and p == "fwd + bwd" and "(1 micro" in v]
+    assert whole == pytest.approx(min(rows["ep8", "fwd + bwd", name] for name in names))
+    assert moe["dense"].origin is Origin.MODELLED
+    assert moe["dispatch"].origin is Origin.MODELLED
+    attention = unit_pieces(config, specs["layers.24.attn"], "full", KERNELS)
+    origins = {p.name: p.origin for p in attention}
+    assert origins["attention"] is Origin.MEASURED
+    assert origins["indexer"] is Origin.ASSUMED
+    assert origins["attention, again"] is Origin.MEASURED
+
+
+def _moe():
+    return json.loads((BENCH / "moe-experts.json").read_text())
+
+
+def test_another_length_is_no_measurement():
+    config = run("train.seq_len=4096")
+    spec = next(s for s in unit_specs(config.model.dims) if s.name == "layers.5.moe")
+    origins = {p.name: p.origin for p in unit_pieces(config, spec, "none", KERNELS)}
+    assert origins["experts"] is Origin.MODELLED
+
+
+def test_a_row_has_batch_gpus_shares_and_an_interval_that_holds_it():
+    config = run()
+    task = task_of(
+        config,
+        kernel_calibration(config, KERNELS, "put"),
+        memory_bytes=H200_BYTES,
+        reserved_bytes=RESERVED_BYTES,
+        host_bytes_per_s=0.0,
+        link=None,
+    )
+    plan, why = uniform_plan(task)
+    assert plan is not None, why
+    rows = [project_plan(config, KERNELS, plan, kind, plan.name) for kind in ("nccl", "put")]
+    for row in rows:
+        assert row.job == job_of(config)
+        assert row.job.num_gpus == 1536
+        assert row.job.global_batch_tokens == 48 * 8192 * 96
+        assert sum(row.shares.values()) == pytest.approx(1)
+        assert 0.2 < row.shares[Origin.MEASURED] < 0.8
+        assert row.low_s < row.simulation.pace.step_s < row.high_s
+    assert rows[0].simulation.pace.mfu < rows[1].simulation.pace.mfu  # nccl slows compute down
+
+
+def test_tokens_reach_as_many_places_as_drawing_experts_evenly_gives():
+    dims = preset("v41-flash")
+    assert remote_copies(dims, 8, 1) == pytest.approx(8 * (1 - (7 / 8) ** 6) * 7 / 8)
+    assert remote_copies(dims, 64, 8) == pytest.approx(remote_copies(dims, 8, 1))
+    assert remote_copies(dims, 1, 1) == 0
+
+
+def test_the_published_ep64_row_is_infiniband_bound():
+    """150 GB a GPU and step lie between a copy per node and a copy per rank, exchange repeated."""
+    found = {(e.ep, e.copies, e.again): e for e in exchanges(run(), KERNELS, (8, 64), 16384)}
+    node, rank = found[64, "node", True], found[64, "rank", True]
+    assert node.ib_bytes < 150e9 < rank.ib_bytes
+    assert rank.bound_by == "InfiniBand"
+    assert rank.ib_s > 20 * rank.nvlink_s
+    assert found[8, "rank", True].ib_bytes == 0
+    assert found[8, "rank", True].bound_by == "compute"
+
+
+def test_a_folder_without_records_is_refused(tmp_path):
+    with pytest.raises(ProjectionError, match="has no complete kernel records"):
+        read_kernels(tmp_path)
