@@ -21,8 +21,8 @@ NOT_RUN = """## Not run
 
 - Anything between hosts: `put` over InfiniBand, `nccl` over a network.
 - More than two GPUs.
-- Whole pipeline steps on GPUs: the bench (`launch/bench_pipeline.py`) ran into its time limit
-  before it wrote its record, so there is no figure.
+- Whole pipeline steps on GPUs: an earlier form of the bench ran into its time limit before it
+  wrote its record, so there is no figure; `ppruntime bench pipeline` has not run on GPUs yet.
 - Most of the GPU tests: of the transports' about a fifth ran, of sparse attention's 34 of 39, all
   passed; of the experts' none (the bench's own checks ran).
 - What changed in the experts' kernels after the run above: GEMM programs that stay, the weight
@@ -106,24 +106,55 @@ def transports(record: dict[str, Any]) -> str:
 
 
 def pipeline(record: dict[str, Any]) -> str:
-    """Steps of whole pipelines."""
+    """Steps of whole pipelines: the real transports, the case that moves nothing, torch's."""
+
+    def cell(
+        case: dict[str, Any], key: str, decimals: int, unit: str = "", scale: float = 1
+    ) -> str:
+        return _number(case[key] * scale, decimals, unit) if key in case else "-"
+
     rows = (
         (
             case["order"],
             case["transport"],
             str(case["num_micro_batches"]),
-            _number(case.get("step_seconds_median"), 3),
-            _number(case.get("predicted_over_measured"), 4),
-            _number(100 * case["bubble_fraction"], 2, " %")
-            if "bubble_fraction" in case
-            else "refused",
-            case.get("gradient_digest", case.get("refused", "")),
+            cell(case, "step_seconds_median", 1, scale=1000)
+            if "refused" not in case
+            else f"refused: {case['refused']}",
+            cell(case, "cycle_seconds", 2, scale=1000),
+            " / ".join(_number(ms, 2) for ms in case.get("hop_ms", ())) or "-",
+            cell(case, "span_over_timeline", 4),
+            cell(case, "bubble_fraction", 2, " %", 100),
+            cell(case, "host_seconds", 1, scale=1000),
+            case.get("gradient_digest") or "-",
         )
         for case in record["cases"]
     )
-    head = ("order", "transport", "M", "step s", "predicted / measured", "bubble", "gradients")
+    head = (
+        "order",
+        "transport",
+        "M",
+        "step ms",
+        "cycle ms",
+        "hop ms, there / back",
+        "step / timeline",
+        "bubble",
+        "host ms",
+        "gradients",
+    )
+    note = (
+        "`none` moves nothing: a cycle beyond its is lost to transfers. The timeline is fed with"
+        " the run's own mean op times and hops. A host that needs as long as the step holds the"
+        " GPU up."
+    )
+    bars = "".join(
+        f"- {'met' if bar['is_met'] else 'MISSED'}: {bar['what']}: {bar['value']:.4g}, at most"
+        f" {bar['most']:.4g}\n"
+        for bar in record["bars"]
+    )
+    more = "".join(f"- {text}\n" for text in record["notes"])
     title = f"## Pipeline steps, {record['model']}, {record['seq_len']:,} tokens a micro-batch"
-    return f"{title}\n\n{_table(head, rows)}"
+    return f"{title}\n\n{note}\n\n{_table(head, rows)}\n{bars}{more}"
 
 
 def schedules(record: dict[str, Any]) -> str:

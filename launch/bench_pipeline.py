@@ -160,9 +160,10 @@ class _Bench:
                 for m in more:
                     self._enter(order, m)
                     self._run_variants(self._variants())
-            if order in _TORCH_ORDERS and not self.args.no_torch:
-                self._enter(order, num)
-                self._case("torch", self._torch_case)
+        theirs = [] if self.args.no_torch else [o for o in orders if o in _TORCH_ORDERS]
+        for order in reversed(theirs):  # the last one's stages are there
+            self._enter(order, num)
+            self._case("torch", self._torch_case)
         self._write(complete=True)
 
     # --- what runs ---
@@ -369,6 +370,7 @@ class _Bench:
             torch.cuda.synchronize()
         took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
         for stage in self.stages.values():
+            stage.flush_weight_grads()
             reduce_grads(list(stage.units), self.ranks.data_group)
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
         return begin, float(took)

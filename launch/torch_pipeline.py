@@ -7,7 +7,7 @@ have none send zeros back: a few percent more bytes backwards (the slot list), o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from ppruntime.launch.torch_rig import TORCH_CLASSES
 from ppruntime.models.carry import DIFFERENTIABLE, Carry, MicroBatch
+from ppruntime.models.linear import WeightGradQueue, set_queue
 from ppruntime.ranks import Ranks
 from ppruntime.schedules.ops import Schedule
 from ppruntime.stage import Stage
@@ -28,7 +29,9 @@ class TorchPipeline:
     make the same calls. `boundaries` are those between all stages.
 
     Gradients are left in the parameters, as by our executor; `losses` has the last step's, one per
-    micro-batch, on the rank of the last stage.
+    micro-batch, on the rank of the last stage. Weight gradients are put off by the layers' own
+    means, which torch has a hook for: its way of its own, which cuts the graph in two, fails on
+    layers whose parameters an order does not reach. The stages are torch's from then on.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class TorchPipeline:
                 group=ranks.pipeline_group,
                 input_args=module.input_args,
                 output_args=module.output_args,
+                dw_builder=module.weight_grads,
             )
             for s, module in self._modules.items()
         ]
@@ -99,6 +103,10 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         self.units = stage.units
+        self._queue = WeightGradQueue()
+        self._queue.deferring = True
+        for unit in stage.units:
+            set_queue(unit, self._queue)
         self._received, self._handed_on = received, handed_on
         self._loss_seed = loss_seed
         if received is not None:
@@ -111,6 +119,17 @@ class StageModule(nn.Module):
             self.output_args = tuple(_on_the_wire(spec) for spec in _crossing(handed_on))
         else:
             self.output_args = (torch.empty(1, device="meta", requires_grad=True),)
+
+    def weight_grads(self) -> Callable[[], None]:
+        """What torch calls behind each backward, and what that gives it where its order has W."""
+        tasks = self._queue.pop()
+
+        def run() -> None:
+            with torch.no_grad():
+                for task in tasks:
+                    task()
+
+        return run
 
     def forward(
         self, *arguments: Tensor, token_ids: Tensor, labels: Tensor, positions: Tensor
