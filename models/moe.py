@@ -177,25 +177,31 @@ class MoE(nn.Module):
         fp8, group = self.options.fp8 is not None, self.options.group
         experts_NK, weights_NK = routing.experts_NK, routing.weights_NK
         if fp8 and group is None:
-            return widened(self.experts(x_ND, experts_NK, weights_NK))
+            return widened(self._compute(x_ND, experts_NK, weights_NK))
         layout = expert_layout(experts_NK)
         x_RD = _ToRows.apply(x_ND, *layout)  # type: ignore[no-untyped-call]
         if group is None:
-            y_RD = self.experts(x_RD, _rows_per_expert(counts_BE))
+            y_RD = self._compute(x_RD, _rows_per_expert(counts_BE))
             return _weighted_sum(y_RD, weights_NK, layout)
         routes = make_routes(counts_BE.sum(0), group)
         if not fp8:
             x_SD, _ = dispatch(x_RD, None, routes, group)
-            y_RD = combine(self.experts(x_SD, routes.rows_per_expert), routes, group)
+            y_RD = combine(self._compute(x_SD, routes.rows_per_expert), routes, group)
             return _weighted_sum(y_RD, weights_NK, layout)
         # There the weights go in before rounding, and so they travel.
         weight_R = _ByRow.apply(weights_NK, layout.row_NK)  # type: ignore[no-untyped-call]
         x_SD, weight_S = dispatch(x_RD, weight_R, routes, group)
         assert weight_S is not None
         expert_S1 = routes.expert_S.to(x_ND.device, non_blocking=True).unsqueeze(1)
-        y_RD = combine(self.experts(x_SD, expert_S1, weight_S.unsqueeze(1)), routes, group)
+        y_RD = combine(self._compute(x_SD, expert_S1, weight_S.unsqueeze(1)), routes, group)
         # Rounded as the FP8 experts themselves round where all are here.
         return widened(_SumRows.apply(y_RD, *layout).to(x_ND.dtype))  # type: ignore[no-untyped-call]
+
+    def _compute(self, *rows: Any) -> Tensor:
+        """The experts, past any hook: FSDP's, where it shards them by themselves, would run again
+        in a recompute. Who shards them gathers them before the whole unit runs."""
+        y: Tensor = self.experts.forward(*rows)
+        return y
 
     def _balance_loss(self, routing: Routing, counts_BE: Tensor) -> Tensor | None:
         weight = self.dims.balance_loss_weight

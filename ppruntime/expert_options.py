@@ -36,8 +36,10 @@ def choose_experts(config: Config) -> ExpertChoice:
     if wanted != "auto":
         backend = ExpertBackend(wanted)
         if (reason := unavailable_reason(backend)) is not None:
-            works = '"triton"' if unavailable_reason(ExpertBackend.TRITON) is None else '"torch"'
-            remedy = "" if works in reason else f"; moe.compute.backend = {works} works here"
+            # A reason may name a backend that works; where it does not, torch does everywhere.
+            remedy = '; use "torch", which runs everywhere'
+            if unavailable_reason(ExpertBackend.TRITON) is None:
+                remedy = "" if '"triton"' in reason else '; use "triton"'
             raise ConfigError(f"{reason}{remedy}")
         return ExpertChoice(backend)
     reasons: list[str] = []

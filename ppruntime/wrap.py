@@ -139,6 +139,8 @@ def shard_unit(unit: nn.Module, sharding: Sharding, fp32_names: Collection[str])
         for name, module in unit.named_modules():
             if name == "moe.experts":
                 shard_unit(module, of_experts, ())
+                # Before the unit runs, not before its experts do: a recompute runs those again.
+                unit.register_forward_pre_hook(partial(_gather, module))
     policy = MixedPrecisionPolicy(
         param_dtype=sharding.compute_dtype if lower else None,
         reduce_dtype=torch.float32,
@@ -151,6 +153,11 @@ def shard_unit(unit: nn.Module, sharding: Sharding, fp32_names: Collection[str])
         reshard_after_forward=False,
         ignored_params=whole,
     )
+
+
+def _gather(module: nn.Module, *_: object) -> None:
+    assert isinstance(module, FSDPModule)
+    module.unshard()
 
 
 def release_gathered(units: Sequence[nn.Module]) -> None:

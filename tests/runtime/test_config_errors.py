@@ -306,6 +306,27 @@ RULES = [
         "parallel.ep = 3 does not divide the model's 8 experts; use a divisor of 8",
     ),
     (
+        "moe.compute.backend=triton",
+        'moe.compute.backend = "triton" needs widths that are multiples of 128; model.hidden_size '
+        'is 64, model.expert_width 48; use "torch"',
+    ),
+    (
+        "moe.compute.wgrad_tile_scales=true",
+        'moe.compute.wgrad_tile_scales = true has no effect on moe.compute.backend = "torch"; '
+        'leave it out or use "triton"',
+    ),
+    (
+        "model.hidden_size=128 model.expert_width=128 moe.compute.backend=triton "
+        "moe.compute.fused_wgrad_micro_batches=[1,2]",
+        "moe.compute.fused_wgrad_micro_batches has 2 entries for 4 stages; give one a stage, or one"
+        " number for all",
+    ),
+    (
+        "model.hidden_size=128 model.expert_width=128 moe.compute.backend=auto "
+        "moe.compute.fp8_transposed_on_demand=[0,4]",
+        "moe.compute.fp8_transposed_on_demand names stage 4; stages are numbered 0 to 3",
+    ),
+    (
         "data.type=tokens",
         'data.path is missing, data.type = "tokens" needs the prefix of a token file; make one '
         'with "ppruntime data build --out PREFIX FILES", or use data.type = "stdlib"',

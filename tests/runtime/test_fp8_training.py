@@ -1,0 +1,124 @@
+"""FP8 experts inside runs: a pipeline's kernels against the recipe, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from fp8_cases import ON_GPU  # has kernels interpreted where there is no GPU, here and in ranks
+from small_runs import train
+
+from ppruntime.compare import compare_metrics
+from ppruntime.config import ConfigError, load
+from ppruntime.expert_options import choose_experts
+from ppruntime.metrics import read_metrics
+from ppruntime.models.kernels import expert_backends
+from ppruntime.models.kernels.expert_backends import ExpertBackend
+
+ONE_LAYER = (
+    "model.name=tiny-v4",
+    "model.num_layers=1",
+    "model.compress_ratios=[0]",
+    "model.num_hash_layers=0",
+    "model.hidden_size=128",
+    "model.expert_width=128",
+    "model.num_experts=2",
+    "model.experts_per_token=1",
+    "train.seq_len=8",
+    "train.num_micro_batches=2",
+    "train.steps=2",
+    "moe.compute.backend=triton",
+)
+PIPELINE = (
+    "pp.size=2",
+    "pp.layers_per_stage=[0.5, 0.5]",
+    "pp.schedule=1f1b_w",
+    "moe.compute.fused_wgrad_micro_batches=2",
+)
+
+
+def train_fp8(rank: int, run_dir: str, overrides: tuple[str, ...], *, by_recipe: bool) -> int:
+    """Trains with the kernels, interpreted, or with the recipe in torch; how often expert weights
+    were quantised."""
+    from ppruntime import build
+    from ppruntime.expert_options import ExpertChoice
+    from ppruntime.models.fp8_experts import Fp8Experts
+
+    quantize, made = Fp8Experts._quantize, []
+
+    def counted(self):
+        made.append(1)
+        return quantize(self)
+
+    Fp8Experts._quantize = counted
+    if by_recipe:
+        build.choose_experts = lambda config: ExpertChoice(ExpertBackend.REFERENCE)
+    code, _, errors = train(rank, run_dir, (*ONE_LAYER, *overrides))
+    assert code == 0, errors
+    return len(made)
+
+
+def train_by_recipe(rank: int, run_dir: str, overrides: tuple[str, ...]) -> int:
+    return train_fp8(rank, run_dir, overrides, by_recipe=True)
+
+
+def train_with_kernels(rank: int, run_dir: str, overrides: tuple[str, ...]) -> int:
+    return train_fp8(rank, run_dir, overrides, by_recipe=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="two ranks, and this may be one GPU")
+def test_a_pipeline_with_put_off_and_fused_weight_gradients_follows_the_recipe(tmp_path, run_ranks):
+    alone, cut, kernels = (tmp_path / name for name in ("alone", "cut", "kernels"))
+    counts = run_ranks(1, train_by_recipe, str(alone), ("pp.size=1",))
+    counts += run_ranks(2, train_by_recipe, str(cut), PIPELINE)
+    counts += run_ranks(2, train_with_kernels, str(kernels), PIPELINE)
+    # The second stage has the experts: once at the start, once after the first update.
+    assert counts == [2, 0, 2, 0, 2]
+    assert compare_metrics(cut / "metrics.jsonl", alone / "metrics.jsonl").equal
+    steps, expected = (read_metrics(d / "metrics.jsonl") for d in (kernels, alone))
+    for step, other in zip(steps, expected, strict=True):
+        assert step.loss == pytest.approx(other.loss, rel=1e-4)
+        assert step.grad_norm == pytest.approx(other.grad_norm, rel=1e-3)
+
+
+def config_with(backend: str):
+    return load([], [*ONE_LAYER, "data.type=counting", f"moe.compute.backend={backend}"])
+
+
+def test_a_backend_that_is_missing_is_refused_with_its_reason_and_what_works(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r'there is no CUDA device.*use "torch"') as caught:
+        choose_experts(config_with("triton"))
+    assert str(caught.value).startswith('moe.compute.backend = "triton": ')
+    with pytest.raises(ConfigError, match=r'"deep_gemm": .*; use "torch"'):
+        choose_experts(config_with("deep_gemm"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ConfigError, match=r'needs a Hopper GPU .*backend = "triton" to run'):
+        choose_experts(config_with("deep_gemm"))
+
+
+def test_auto_takes_the_fastest_that_works_and_says_why(monkeypatch):
+    works: set[ExpertBackend] = set()
+    for module in ("ppruntime.expert_options", expert_backends.__name__):
+        monkeypatch.setattr(
+            f"{module}.unavailable_reason",
+            lambda backend: None if backend in works else f"no {backend.value} here",
+        )
+    choice = choose_experts(config_with("auto"))
+    assert choice.backend is None
+    assert choice.note == (
+        'moe.compute.backend = "auto" takes torch: experts in the compute dtype (no deep_gemm here;'
+        " no triton here)"
+    )
+    works.add(ExpertBackend.TRITON)
+    choice = choose_experts(config_with("auto"))
+    assert choice.backend is ExpertBackend.TRITON
+    assert choice.note == (
+        'moe.compute.backend = "auto" takes triton: FP8 experts (no deep_gemm here)'
+    )
+    works.add(ExpertBackend.DEEP_GEMM)
+    choice = choose_experts(config_with("auto"))
+    assert (choice.backend, choice.note) == (
+        ExpertBackend.DEEP_GEMM,
+        'moe.compute.backend = "auto" takes deep_gemm: FP8 experts',
+    )
