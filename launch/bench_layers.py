@@ -1,6 +1,7 @@
 """Bench of the layers' kernels on one GPU: `python -m ppruntime.launch.bench_layers --out FILE`.
 
-`--only parts` times the head and mHC, see bench_layer_parts.
+`--only linears` times dense linears in bf16 and FP8, see bench_linears; `--only parts` the head and
+mHC, see bench_layer_parts.
 
 `--only halves` times attention halves by kind, the indexer, RoPE and the grouped output, see
 bench_halves.
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppruntime.launch import bench_halves, bench_layer_parts
+from ppruntime.launch import bench_halves, bench_layer_parts, bench_linears
 
 HEADS, WIDTH, WINDOW, PAIRS = 64, 512, 128, 32
 FLOPS_PER_SLOT = 4 * HEADS * WIDTH
@@ -91,7 +92,9 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--only", choices=("attention", "halves", "parts"), default="attention")
+    parser.add_argument(
+        "--only", choices=("attention", "halves", "linears", "parts"), default="attention"
+    )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repetitions", type=int, default=12)
     parser.add_argument("--model", default="v41-flash", help="halves: whose, such as v4-flash")
@@ -105,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.only == "parts":
         return bench_layer_parts.run(options.out, options.tokens, options.repetitions)
+    if options.only == "linears":
+        return bench_linears.run(options.out, options.tokens, options.repetitions)
     if options.tokens % NUM_WARM:
         parser.error(f"--tokens {options.tokens}: has to be a multiple of {NUM_WARM}")
     bench = Bench(options.tokens, options.repetitions, options.skip)

@@ -27,6 +27,12 @@ from ppruntime.expert_options import BY_TORCH, ExpertChoice, choose_experts, moe
 from ppruntime.gemm_budget import limit_gemms
 from ppruntime.host_memory import HostPool
 from ppruntime.kernel_choice import choose_kernels
+from ppruntime.linear_options import (
+    IN_COMPUTE_DTYPE,
+    LinearChoice,
+    choose_linears,
+    use_linears,
+)
 from ppruntime.master_offload import MasterOffload
 from ppruntime.models.attention_kernels import set_kernels
 from ppruntime.models.dims import ModelDims, UnitSpec, unit_parameters, unit_specs
@@ -100,7 +106,7 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
     train, dims, outline = config.train, config.model.dims, make_outline(config)
     order, plan = outline.order, outline.plan
     shape = {"batch": train.micro_batch_size, "seq_len": train.seq_len}
-    experts = choose_experts(config)
+    experts, linears = choose_experts(config), choose_linears(config)
     agree(
         ranks.world_store("build"),
         ranks.rank,
@@ -109,6 +115,7 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
             *(Fact(key, str(value)) for key, value in configuration.flatten(config).items()),
             Fact("torch", torch.__version__),
             Fact("the experts' backend", str(experts.backend)),
+            Fact("the dense linears' backend", str(linears.backend)),
             Fact("the order of work", digest(order.lowered)),
             Fact("attention's kernels", str(choose_kernels(config, ranks.device).choice)),
         ],
@@ -121,7 +128,7 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
         limit = config.pp.timeout_seconds / 2
         group = ExpertGroup.of(open_expert_group(ranks, timeout_seconds=limit))
     stages = {
-        s.index: build_stage(config, s, ranks, experts=experts, group=group)
+        s.index: build_stage(config, s, ranks, experts=experts, group=group, linears=linears)
         for s in plan
         if s.rank == ranks.pp_rank
     }
@@ -197,7 +204,9 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
             if p.part is Part.EXPERTS and group is not None
         ),
         notes=tuple(
-            choice.note for choice in (experts, choose_kernels(config, ranks.device)) if choice.note
+            choice.note
+            for choice in (experts, linears, choose_kernels(config, ranks.device))
+            if choice.note
         ),
         transport=transport,
         host_pool=host_pool,
@@ -239,6 +248,7 @@ def build_stage(
     *,
     experts: ExpertChoice = BY_TORCH,
     group: ExpertGroup | None = None,
+    linears: LinearChoice = IN_COMPUTE_DTYPE,
 ) -> Stage:
     """One stage of this rank: its units, initialised, wrapped, with one queue for the weight
     gradients that can wait. Only these units' memory is ever allocated. With a `group` this rank
@@ -258,6 +268,7 @@ def build_stage(
         if isinstance(unit, UsesResidual):
             unit.residual = residual(config.kernels.mhc, ranks.device)
         set_kernels(unit, kernels)
+        use_linears(unit, linears, config)
         units.append(unit)
     expert_mesh = ranks.expert_mesh if group is not None else None
     sharded = dtype is not torch.float32 or ranks.layout.num_data_ranks > 1

@@ -328,8 +328,11 @@ class Kernels(Section, frozen=True):
     Bitwise on the CPU, summation order on a GPU."""
     engram: Backend = "reference"
     """Engram lookups and gate. Summation order."""
-    linear: Backend = "reference"
-    """Dense projections. Changes numerics (FP8)."""
+    linear: Literal["auto", "reference", "triton", "scaled_mm", "deep_gemm"] = "reference"
+    """Query projections, second half of the output projection and shared expert. reference: in the
+    compute dtype. The others: in FP8, 1 x 128 by 128 x 128, with own kernels, torch's block-scaled
+    product (own where its K does not fit) or the package deep_gemm; auto: the fastest that works
+    here. Changes numerics (FP8)."""
     head: Literal["reference", "chunked", "triton", "auto"] = "reference"
     """Projection to the vocabulary and cross-entropy. reference: all logits at once. chunked: some
     tokens' logits at a time, computed again in the backward; least memory, on any device. triton:

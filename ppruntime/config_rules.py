@@ -26,6 +26,7 @@ from ppruntime.config_keys import (
     Section,
     Train,
 )
+from ppruntime.models import fp8_linear_rules
 from ppruntime.models.dims import preset, validate
 from ppruntime.models.kernel_limits import AttentionOp, misfit
 from ppruntime.models.kernel_limits import Backend as AttentionBackend
@@ -53,13 +54,7 @@ class _NotBuilt:
 _NOT_BUILT = (
     _NotBuilt("optim.type", ("adamw", "sign_sgd"), 'use "adamw" or "sign_sgd"'),
     _NotBuilt("moe.dispatch.type", ("torch",), 'use "torch"'),
-    *(
-        _NotBuilt(f"kernels.{op}", ("reference",), 'use "reference"')
-        for op in (
-            "engram",
-            "linear",
-        )
-    ),
+    *(_NotBuilt(f"kernels.{op}", ("reference",), 'use "reference"') for op in ("engram",)),
     _NotBuilt("fault.nonfinite", ("stop",), 'use "stop"'),
 )
 
@@ -492,6 +487,14 @@ def _gemm_sms(config: Config) -> Iterator[Broken]:
         )
 
 
+def _fp8_linears(config: Config) -> Iterator[Broken]:
+    key, wanted = "kernels.linear", config.kernels.linear
+    if wanted in ("auto", "reference"):
+        return
+    if (reason := fp8_linear_rules.misfit(config.model.dims)) is not None:
+        yield key, f'{key} = {show(wanted)} does not take this model: {reason}; use "reference"'
+
+
 def _timeline(config: Config) -> Iterator[Broken]:
     step, steps = config.run.timeline_step, config.train.steps
     if step is not None and step >= steps:
@@ -534,6 +537,7 @@ _RULES: tuple[Rule, ...] = (
     _attention_kernels,
     _layer_kernels,
     _gemm_sms,
+    _fp8_linears,
     _timeline,
     _paths,
 )

@@ -14,6 +14,7 @@ from ppruntime.models.dims import (
     carry_shape,
     unit_parameters,
 )
+from ppruntime.models.fp8_linear_rules import fp8_linears
 from ppruntime.models.kernel_limits import AttentionOp, Backend, misfit
 from ppruntime.models.parameters import ParameterSpec, Part
 from ppruntime.models.save_points import SavePoint
@@ -32,7 +33,8 @@ class StateBytes:
     """What a stage holds on one rank through a step, activations apart."""
 
     weights: int
-    """What the units multiply with: in the compute dtype, the few fp32 ones in fp32."""
+    """What the units multiply with: in the compute dtype, the few fp32 ones in fp32; FP8 linears'
+    two copies besides."""
     gradients: int
     """fp32 sums over the step's micro-batches."""
     optimizer: int
@@ -52,8 +54,11 @@ def state_bytes(config: Config, stage: StagePlan) -> StateBytes:
     moments = _MOMENTS if config.optim.type == "adamw" else 0
     weights = gradients = optimizer = 0
     for spec in stage.units:
+        in_fp8 = fp8_linears(spec) if config.kernels.linear != "reference" else ()
         for parameter in unit_parameters(dims, spec):
             here, shard = _shares(config, parameter)
+            if parameter.name.removesuffix(".weight") in in_fp8:
+                weights += 2 * here
             # What stays fp32 in a bf16 model is not sharded: FSDP casts all that it gathers.
             whole = not sharded or (parameter.fp32 and not wide)
             weights += here * (_FP32 if wide or parameter.fp32 else _BF16)

@@ -19,7 +19,8 @@ from ppruntime.memory import (
     recompute_bytes,
     state_bytes,
 )
-from ppruntime.models.dims import boundary_bytes, counts, forward_flops_per_token
+from ppruntime.models.dims import boundary_bytes, counts, forward_flops_per_token, unit_specs
+from ppruntime.models.fp8_linear_rules import fp8_linears
 from ppruntime.offload_plan import host_bytes, leaving_bytes, master_bytes, offload_text
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut, train_flops_per_token
@@ -224,7 +225,18 @@ def _header(config: Config, plan: PlanReport) -> list[str]:
         " (op times as FLOPs, free transfers)",
         f"{train.precision}, micro-batches of {train.micro_batch_size} x {train.seq_len:,} tokens,"
         f" ac.mode {config.ac.mode}: {_RECOMPUTED[config.ac.mode]}{_other_modes(config)}",
+        *_fp8_text(config),
     ]
+
+
+def _fp8_text(config: Config) -> tuple[str, ...]:
+    """Which linears run in FP8."""
+    wanted = config.kernels.linear
+    if wanted == "reference":
+        return ()
+    names = dict.fromkeys(n for spec in unit_specs(config.model.dims) for n in fp8_linears(spec))
+    where = " if a backend works there" if wanted == "auto" else ""
+    return (f"linears in FP8 by {wanted}{where}: {', '.join(names)}",)
 
 
 def _other_modes(config: Config) -> str:

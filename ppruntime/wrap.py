@@ -200,6 +200,7 @@ def reduce_grads(units: Sequence[nn.Module], data_group: dist.ProcessGroup) -> N
                 groups = getattr(state, "_fsdp_param_groups", None)  # one group in older releases
                 for group in [state._fsdp_param_group] if groups is None else groups:
                     if group is not None:
+                        _widen_gradients(group)
                         group.post_backward()
         unit._get_fsdp_state()._root_post_backward_final_callback()
         for parameter in unit.parameters():
@@ -216,3 +217,12 @@ def reduce_grads(units: Sequence[nn.Module], data_group: dist.ProcessGroup) -> N
         flat /= data_group.size()
         for grad, mean in zip(whole, torch.split(flat, [g.numel() for g in whole]), strict=True):
             grad.copy_(mean.view_as(grad))
+
+
+def _widen_gradients(group: Any) -> None:
+    """fp32 for every gradient of an FSDP group, as its one reduction wants: FP8 layers add theirs
+    in fp32, weight gradients that an order put off come in the compute dtype."""
+    for parameter in group.fsdp_params:
+        if hasattr(parameter, "_unsharded_param"):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()

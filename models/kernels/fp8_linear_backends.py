@@ -46,7 +46,8 @@ class LinearBackend(Enum):
     TRITON = "triton"
     """Own kernels."""
     SCALED_MM = "scaled_mm"
-    """torch's block-scaled product where `scaled_mm_fits`; elsewhere our own."""
+    """torch's block-scaled product where `scaled_mm_fits`; elsewhere our own. `gemm_sms` does not
+    reach it: cuBLASLt is limited for the whole process."""
     DEEP_GEMM = "deep_gemm"
     """The package's."""
     FASTEST = "fastest"
@@ -162,7 +163,6 @@ def _by_the_fastest(
     x: Quantized, weights: Quantized, layout: Layout, *, gemm_sms: int | None = None
 ) -> Tensor:
     _, outs, ins = weights.data.shape
-    # cuBLASLt cannot be held to some multiprocessors for one call.
-    if (outs, ins) in _FASTER_BY_SCALED_MM and gemm_sms is None:
-        return _by_scaled_mm(x, weights, layout)
+    if (outs, ins) in _FASTER_BY_SCALED_MM:
+        return _by_scaled_mm(x, weights, layout, gemm_sms=gemm_sms)
     return _by_deep_gemm(x, weights, layout, gemm_sms=gemm_sms)
