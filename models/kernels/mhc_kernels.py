@@ -17,6 +17,9 @@ import triton.language as tl
 
 from ppruntime.models.kernels.rounding import INTERPRETED, to_bf16
 
+SIZES = ("num_tokens",)
+"""Arguments for whose values nothing is compiled anew."""
+
 
 @triton.jit
 def _cast(x, like_ptr):
@@ -98,7 +101,7 @@ def _coefficients(
     tl.store(comb_ptr + token * (S * S) + place, matrix, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def read_kernel(
     streams_ptr, mix_ptr, weight_ptr, base_ptr, scale_ptr, norm_ptr,
     x_ptr, z_ptr, projected_ptr, inverse_ptr, pre_ptr, post_ptr, comb_ptr,
@@ -243,7 +246,7 @@ def write_backward_kernel(
             tl.store(dcomb_ptr + token * (S * S) + i * S + j, tl.sum(dcomb[j * S + i], 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def norm_backward_kernel(
     dx_ptr, z_ptr, inverse_ptr, norm_ptr, dz_ptr, dnorm_ptr, num_tokens,
     D: tl.constexpr, D_PADDED: tl.constexpr, TOKENS: tl.constexpr,
@@ -287,7 +290,7 @@ def mix_backward_kernel(
         tl.store(dmix_ptr + token * S + i, tl.sum(dmix, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def coefficients_backward_kernel(
     projected_ptr, inverse_ptr, base_ptr, scale_ptr, dpre_ptr, dpost_ptr, dcomb_ptr,
     totals_ptr, draw_ptr, dprojected_ptr, through_rms_ptr, num_tokens, mhc_eps,
@@ -371,7 +374,7 @@ def coefficients_backward_kernel(
     tl.store(through_rms_ptr + tokens, -dinverse * inverse * inverse / (S * D), mask=in_range)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def read_backward_kernel(
     dhandle_ptr, dz_ptr, streams_ptr, mix_ptr, comb_ptr, dprojected_ptr, through_rms_ptr,
     weight_ptr, dstreams_ptr, dmix_ptr, num_tokens,
@@ -427,7 +430,7 @@ def read_backward_kernel(
         tl.store(dmix_ptr + places, dmix, mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def weight_grad_kernel(
     dprojected_ptr, streams_ptr, dweight_ptr, num_tokens,
     WIDTH: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr, BT: tl.constexpr,
