@@ -16,6 +16,7 @@ from ppruntime.models.dims import UnitSpec, boundary_bytes
 from ppruntime.plan import StagePlan
 from ppruntime.plan_report import flop_costs
 from ppruntime.projector import Job, Origin, Pace, ProjectionError, weakest
+from ppruntime.recompute import mode_of
 from ppruntime.schedules.costs import Costs, Hops
 from ppruntime.schedules.ops import COMPUTE, Kind, Op, Schedule
 from ppruntime.schedules.timeline import Timeline, simulate
@@ -234,17 +235,22 @@ def _known(config: Config, spec: UnitSpec, calibration: Calibration | None) -> P
         return None
     kind = unit_type(config.model.dims, spec)
     for row in calibration.units:
-        if row.unit == kind and row.ac_mode == config.ac.mode:
+        if row.unit == kind and row.ac_mode == _mode(config, spec):
             times = (row.forward_s, row.input_grad_s, row.weight_grad_s)
             return Piece(spec.name, *times, Origin(row.origin), row.source)
     return None
+
+
+def _mode(config: Config, spec: UnitSpec) -> str:
+    """The mode of a half-layer's row; embedding and head have the run's."""
+    return config.ac.mode if spec.layer is None else mode_of(config, spec)
 
 
 def _from_flops(config: Config, spec: UnitSpec, efficiency: float | None, peak: float) -> Piece:
     if efficiency is None:
         raise ProjectionError(
             f"the calibration has no unit {unit_type(config.model.dims, spec)} with ac_mode "
-            f"{config.ac.mode}, which {spec.name} needs; add it or assume an --efficiency"
+            f"{_mode(config, spec)}, which {spec.name} needs; add it or assume an --efficiency"
         )
     alone = StagePlan(index=0, rank=0, units=(spec,), before=None, after=spec)
     flops = flop_costs(config, (alone,))
