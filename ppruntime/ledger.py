@@ -7,19 +7,21 @@ rows beside them, `out_of_memory_text` says what to change when a rank ran out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from msgspec.structs import replace
 
 from ppruntime.config_keys import Config, ExpertCompute, RecomputeMode
+from ppruntime.master_moments import master_moments
 from ppruntime.memory import sharded_master_bytes, state_bytes
 from ppruntime.models.dims import unit_parameters
+from ppruntime.offload_plan import master_bytes
 from ppruntime.order import make_order
 from ppruntime.plan import StagePlan, cut
 from ppruntime.plan_report import StageReport, flop_costs, report
-from ppruntime.schedules.ops import Kind, Op
+from ppruntime.schedules.ops import COMPUTE, Kind, Op
 from ppruntime.schedules.timeline import simulate
 from ppruntime.text_table import short_bytes, text_table
 
@@ -33,10 +35,12 @@ class Moment:
     """Kept from forwards for backwards, at the op's end if it is a forward, else at its start."""
     recompute: int
     """Made anew by the op's recompute."""
+    masters_away: int = 0
+    """Masters that are on the host meanwhile."""
 
     @property
     def total(self) -> int:
-        return self.activations + self.recompute
+        return self.activations + self.recompute - self.masters_away
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ class RankLedger:
         return (
             ("weights", self.weights),
             ("low-precision copies", self.copies),
-            ("masters", self.masters),
+            ("masters", self.masters - self.peak.masters_away),
             ("accumulators", self.accumulators),
             ("optimizer", self.optimizer),
             ("slots", self.slots),
@@ -108,7 +112,7 @@ class MeasuredMemory:
 def predict(config: Config) -> tuple[RankLedger, ...]:
     """The ledger of every pipeline rank. Workspaces and the allocator's slack are not predicted:
     what a run measures above the peak is theirs."""
-    order, plan = make_order(config).computations, report(config)
+    order, plan = make_order(config).lowered, report(config)
     cuts = cut(
         config.model.dims,
         order.stage_to_rank,
@@ -125,6 +129,8 @@ def predict(config: Config) -> tuple[RankLedger, ...]:
         own = [cuts[index] for index in rank.stages]
         weights = sum(state_bytes(plain, stage).weights for stage in own)
         masters = sum(sharded_master_bytes(config, stage) for stage in own)
+        optimizer = sum(state_bytes(config, stage).optimizer for stage in own)
+        leaving = {stage.index: master_bytes(config, stage) for stage in own}
         ledgers.append(
             RankLedger(
                 rank=rank.rank,
@@ -132,10 +138,10 @@ def predict(config: Config) -> tuple[RankLedger, ...]:
                 copies=rank.weight_bytes - weights,
                 masters=masters,
                 accumulators=rank.gradient_bytes,
-                optimizer=rank.optimizer_bytes - masters,
+                optimizer=optimizer - masters,
                 slots=rank.slot_bytes,
                 resting_parameters=masters + _unsharded_bytes(config, own, masters),
-                moments=tuple(_moments(order.ops(rank.rank), plan.stages)),
+                moments=tuple(_moments(list(order.ops(rank.rank)), plan.stages, leaving)),
             )
         )
     return tuple(ledgers)
@@ -153,19 +159,35 @@ def _unsharded_bytes(config: Config, stages: Sequence[StagePlan], masters: int) 
     )
 
 
-def _moments(ops: Iterable[Op], stages: Sequence[StageReport]) -> Iterator[Moment]:
-    held = 0
+def _moments(
+    ops: Sequence[Op], stages: Sequence[StageReport], masters: Mapping[int, int]
+) -> Iterator[Moment]:
+    """One per computation of a rank's lowered order. `masters` by stage leave and come back."""
+    leave, through = set[Op](), set[Op]()
+    for index in masters:
+        if (found := master_moments(ops, index)) is not None:
+            leave.add(found.left)
+            through.add(found.through)
+    held = away = 0
     for op in ops:
         stage, kind = stages[op.stage], op.kind
-        one = stage.activation_bytes // stage.in_flight if stage.in_flight else 0
         again = 0
+        if op in leave:
+            away += masters[op.stage]
         if kind is Kind.F:
-            held += one
+            held += stage.held_bytes
         elif kind in (Kind.B, Kind.I):
             again = stage.recompute_bytes
-        yield Moment(str(op), held, again)
+        elif kind is Kind.OFFLOADED:
+            held -= stage.leaving_bytes
+        elif kind is Kind.RELOAD:
+            held += stage.leaving_bytes
+        if kind in COMPUTE:
+            yield Moment(str(op), held, again, away)
         if kind in (Kind.B, Kind.W):
-            held -= one
+            held -= stage.held_bytes
+        if op in through:
+            away -= masters[op.stage]
 
 
 def ledger_text(config: Config) -> str:

@@ -61,7 +61,11 @@ class StageReport:
     host_bytes: int
     """Pinned host memory for what is offloaded; no part of the total."""
     in_flight: int
-    """Micro-batches of this stage that are in flight at the most."""
+    """Micro-batches of this stage that are in flight at the most, offloaded ones included."""
+    held_bytes: int
+    """What one micro-batch in flight keeps there, beside receive buffers."""
+    leaving_bytes: int
+    """By how much an offloaded one is lighter."""
 
     @property
     def total_bytes(self) -> int:
@@ -272,6 +276,8 @@ def _stages(
                 slot_bytes=_slot_bytes(config, order, plan, stage),
                 host_bytes=host_bytes(config, order, leaving, masters),
                 in_flight=in_flight,
+                held_bytes=per_micro_batch[s],
+                leaving_bytes=leaving[s],
             )
         )
     return tuple(reports)

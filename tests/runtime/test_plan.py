@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from ppruntime import memory
 from ppruntime.build import build_stage
 from ppruntime.config import Config, load
+from ppruntime.ledger import predict
 from ppruntime.memory import activation_bytes, gradient_bytes, recompute_bytes, state_bytes
 from ppruntime.models.activation_bytes import kept_results, saved_bytes
 from ppruntime.models.carry import DIFFERENTIABLE, MicroBatch
@@ -498,3 +499,21 @@ def test_masters_that_are_away_at_the_peak_do_not_count():
     in_flight = off.stages[0].in_flight
     assert gained == min(on.ranks[0].host_bytes, off.ranks[0].activation_bytes // in_flight)
     assert "offload: masters" in plan_text(load([TINY], [*base, "pp.offload_masters=true"]))
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        (),
+        ("pp.activation_offload=true", "pp.offload_paced=true"),
+        ("pp.activation_offload=true", "pp.offload_every=2", "pp.schedule=dualpipe_v"),
+        ("pp.offload_masters=true",),
+        ("pp.offload_masters=true", "pp.activation_offload=true", "pp.offload_target=fp8"),
+        ("optim.type=sign_sgd", "optim.clip_norm=default"),
+    ],
+)
+def test_the_ledger_has_the_plan_s_peak_with_every_knob(knobs):
+    config = load([TINY], ["train.precision=bf16", "train.num_micro_batches=12", *knobs])
+    for ledger, rank in zip(predict(config), report(config).ranks, strict=True):
+        assert ledger.peak_bytes == rank.total_bytes
+        assert sum(num_bytes for _, num_bytes in ledger.rows()) == rank.total_bytes
