@@ -308,8 +308,10 @@ class _Bench:
             begin, took = self._timed_step(lambda: executor.run(self.batches))
             enqueued = torch.tensor([transport.enqueued_at - begin], dtype=torch.float64)
             dist.all_reduce(enqueued, op=dist.ReduceOp.MAX)
-            losses = self._loss_digest()
-            digest, norm = _gradients(ranks, self.stages)
+            if step == _WARM_UP_STEPS + self.args.steps - 1:
+                losses = self._loss_digest()
+                digest, norm = _gradients(ranks, self.stages)
+            _clear_gradients(self.stages)
             measured = gather_step(
                 order.computations, executor.op_times(), offset=offset, group=ranks.pipeline_group
             )
@@ -346,7 +348,9 @@ class _Bench:
         walls, digest, norm = [], "", 0.0
         for step in range(_WARM_UP_STEPS + self.args.steps):
             _, took = self._timed_step(lambda: pipeline.step(self.batches))
-            digest, norm = _gradients(self.ranks, self.stages)
+            if step == _WARM_UP_STEPS + self.args.steps - 1:
+                digest, norm = _gradients(self.ranks, self.stages)
+            _clear_gradients(self.stages)
             if step >= _WARM_UP_STEPS:
                 walls.append(took)
         return {
@@ -480,8 +484,8 @@ def _clear_gradients(stages: Mapping[int, Stage]) -> None:
 
 
 def _gradients(ranks: Ranks, stages: Mapping[int, Stage]) -> tuple[str, float]:
-    """A digest of the bits of all gradients of the pipeline and of where they lie, and their norm;
-    clears them."""
+    """A digest of the bits of all gradients of the pipeline and of where they lie, and their
+    norm."""
     found, squares = [], torch.zeros((), dtype=torch.float64)
     for index in sorted(stages):
         for unit in stages[index].units:
@@ -493,7 +497,6 @@ def _gradients(ranks: Ranks, stages: Mapping[int, Stage]) -> tuple[str, float]:
                 squares += float(torch.linalg.vector_norm(grad, dtype=torch.float32)) ** 2
                 spec: Any = unit.spec
                 found.append(f"{spec.name}.{name} {_bits_and_places(grad)}")
-    _clear_gradients(stages)
     parts = gather_bytes("\n".join(found).encode(), ranks.pipeline_group)
     lines = sorted(text for part in parts for text in part.decode().splitlines())
     dist.all_reduce(squares, group=ranks.pipeline_group)
@@ -502,7 +505,7 @@ def _gradients(ranks: Ranks, stages: Mapping[int, Stage]) -> tuple[str, float]:
 
 def _bits_and_places(tensor: torch.Tensor) -> int:
     """The sum, modulo 2**64, of each element's bits times an odd number of its own."""
-    bits = tensor.contiguous().view(torch.uint8).view(torch.int16).reshape(-1)
+    bits = tensor.reshape(-1).contiguous().view(torch.int16)
     total = 0
     for start in range(0, len(bits), _DIGEST_ELEMENTS):
         part = bits[start : start + _DIGEST_ELEMENTS].to(torch.int64)

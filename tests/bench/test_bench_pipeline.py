@@ -40,7 +40,7 @@ RUN = (
 def _bench(rank, out):
     from ppruntime.launch.bench_pipeline import main
 
-    flags = ["--transports", "gloo,auto", "--micro-batches", "4", "--more-micro-batches", ""]
+    flags = ["--transports", "gloo", "--micro-batches", "4", "--more-micro-batches", ""]
     flags += ["--orders", "1f1b,dualpipe_v", "--steps", "1", "--out", out]
     assert main([*RUN, *flags]) == 0
 
@@ -53,14 +53,13 @@ def test_every_transport_and_torchs_runtime_make_the_same_gradients(run_ranks, t
     texts = [bar["what"] for bar in record["bars"]]
     for order in ("1f1b", "dualpipe_v"):
         cases = {case["transport"]: case for case in record["cases"] if case["order"] == order}
-        assert list(cases) == ["gloo", "auto", "none", "torch"]
-        real, none, torchs = [cases["gloo"], cases["auto"]], cases["none"], cases["torch"]
+        assert list(cases) == ["gloo", "none", "torch"]
+        real, none, torchs = cases["gloo"], cases["none"], cases["torch"]
         if order == "1f1b":  # whose whole backwards torch runs in one piece too
-            assert torchs["torch_gradient_digest"] == real[0]["gradient_digest"]
-        norms = [case["gradient_norm"] for case in (*real, torchs)]
-        assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+            assert torchs["torch_gradient_digest"] == real["gradient_digest"]
+        assert torchs["gradient_norm"] == pytest.approx(real["gradient_norm"], rel=1e-5)
         assert not none["gradient_digest"]
-        for case in (*real, none):
+        for case in (real, none):
             assert sum(case["ranks"][0].values()) == pytest.approx(case["span_seconds_median"])
             assert line(case)
         assert f"{order}, M = 4, gloo: step over torch's" in texts
