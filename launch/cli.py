@@ -63,6 +63,11 @@ app.command(
     help="Hold predictions, written first, against what runs then take.",
 )
 app.command(
+    "ppruntime.launch.validate_run:validate_run",
+    name="validate-run",
+    help="Predict a real pipeline's step from another run of it, then run it.",
+)
+app.command(
     "ppruntime.launch.headline_cli:headline",
     name="headline",
     help="Project V4.1-Flash from the kernels' records of today, beside published rows.",

@@ -25,6 +25,7 @@ from ppruntime.calibration import (
 from ppruntime.config import Config
 from ppruntime.data import open_data
 from ppruntime.expert_options import choose_experts
+from ppruntime.linear_options import choose_linears
 from ppruntime.memory import activation_bytes, state_bytes
 from ppruntime.models.carry import CROSSING, DIFFERENTIABLE, MicroBatch
 from ppruntime.models.dims import UnitSpec, unit_specs
@@ -281,7 +282,9 @@ def _with_alive(spec: UnitSpec, fields: frozenset[str]) -> UnitSpec:
 
 
 def _stage(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
-    stage = build_stage(config, plan, ranks, experts=choose_experts(config))
+    stage = build_stage(
+        config, plan, ranks, experts=choose_experts(config), linears=choose_linears(config)
+    )
     if not any(bool(p.detach().any()) for p in stage.units.parameters()):
         raise ProjectionError(
             f"all weights of {plan.units[0].name} are zeros, on which kernels run too fast; "

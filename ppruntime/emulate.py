@@ -30,6 +30,7 @@ from ppruntime.data import Batches, open_data
 from ppruntime.emulate_transport import Blanks, ReplayTransport, drawn, split_channels
 from ppruntime.executor import Executor
 from ppruntime.expert_options import choose_experts
+from ppruntime.linear_options import choose_linears
 from ppruntime.messages import gather_bytes
 from ppruntime.models.carry import DIFFERENTIABLE, MicroBatch
 from ppruntime.models.dispatch import ExpertGroup
@@ -220,12 +221,19 @@ def emulate(
 
 
 def _build(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
-    """As `build.build_pipeline` builds a stage: with the run's experts, over its expert ranks."""
+    """As `build.build_pipeline` does: with the run's backends, experts over its expert ranks."""
     group = None
     if ranks.layout.ep > 1:
         limit = config.pp.timeout_seconds
         group = ExpertGroup.of(open_expert_group(ranks, timeout_seconds=limit))
-    return build_stage(config, plan, ranks, experts=choose_experts(config), group=group)
+    return build_stage(
+        config,
+        plan,
+        ranks,
+        experts=choose_experts(config),
+        group=group,
+        linears=choose_linears(config),
+    )
 
 
 def _reset(stage: Stage, device: torch.device) -> None:

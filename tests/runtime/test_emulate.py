@@ -243,6 +243,7 @@ def test_what_cannot_be_emulated_is_refused(overrides, present, complaint):
         ("calibrate {tiny}", "give either --out"),
         ("calibrate {tiny} --depths 4 --samples 0", "time 1 time or more"),
         ("validate --ranks 3", "ranks are even"),
+        ("validate-run {tiny} --calibrate-with pp.size=2", "start as many as both have"),
     ],
 )
 def test_wrong_uses_of_the_commands_are_refused(arguments, complaint, capsys, monkeypatch):

@@ -1,0 +1,184 @@
+"""`ppruntime validate-run`: rung V3, a real pipeline against a simulation calibrated elsewhere.
+
+Under torchrun, one process a rank. First the run with the calibration's overrides (another number
+of micro-batches, warm-up or transport) gives op times; from these the run itself is predicted,
+which is written down, and then run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from ppruntime.projector import ProjectionError
+from ppruntime.validate import Ledger, Verdict
+
+if TYPE_CHECKING:
+    from ppruntime.config import Config
+    from ppruntime.emulate import Emulation
+    from ppruntime.ranks import Ranks
+
+STEP_LIMIT, CYCLE_LIMIT, MEMORY_LIMIT = 0.03, 0.02, 0.03
+
+
+def validate_run(
+    *arguments: str,
+    calibrate_with: str,
+    steps: int = 5,
+    out: Path = Path("docs/bench/validation-run.json"),
+    predictions: Path = Path("docs/bench/validation-run-predictions.jsonl"),
+) -> int:
+    """Predicts a run of this pipeline from another one, writes that down, and runs it.
+
+    Start it with torchrun: --nproc-per-node N -m ppruntime.launch.cli validate-run RUN.toml ...
+
+    Parameters
+    ----------
+    arguments
+        The run that is predicted: TOML files and section.key=value texts.
+    calibrate_with
+        Overrides of the run that is measured first, separated by blanks, such as
+        "train.num_micro_batches=12 pp.schedule=1f1b pp.transport=nccl".
+    steps
+        Steps of each of the two; medians count.
+    out
+        JSON file to write.
+    predictions
+        File that gets each prediction, a JSON line, before its run.
+    """
+    from ppruntime.config import load
+
+    files = [argument for argument in arguments if "=" not in argument]
+    overrides = [argument for argument in arguments if "=" in argument]
+    config = load(files, overrides)
+    calibration = load(files, [*overrides, *calibrate_with.split()])
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != config.world_size or calibration.world_size != config.world_size or steps < 1:
+        raise ProjectionError(
+            f"{started} processes started, the runs have {config.world_size} and "
+            f"{calibration.world_size} ranks, --steps {steps}; start as many as both have, with 1 "
+            "step or more"
+        )
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    return _validate(config, calibration, calibrate_with, steps, out, predictions)
+
+
+def _validate(
+    config: Config,
+    calibration: Config,
+    calibrate_with: str,
+    steps: int,
+    out: Path,
+    predictions: Path,
+) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from ppruntime.ranks import Layout, join, leave
+
+    torch.set_num_threads(config.run.num_threads)
+    on_cuda = config.run.device == "cuda" or (
+        config.run.device == "auto" and torch.cuda.is_available()
+    )
+    layout = Layout(config.pp.size, config.parallel.dp, config.parallel.ep)
+    limit = config.fault.init_timeout_seconds
+    ranks = join(layout, use_cuda=on_cuda, timeout_seconds=limit)
+    start = time.monotonic()
+    try:
+        first = _run(calibration, ranks, steps)
+        predicted = _predicted(config, calibration, first)
+        case = f"{config.model.name}, {config.pp.schedule}, M {config.train.num_micro_batches}"
+        digest = ""
+        if ranks.rank == 0:
+            digest = Ledger(predictions).predict("v3", case, predicted, calibrate_with)
+        dist.barrier()  # nobody runs before the prediction is written
+        measured = _measured(_run(config, ranks, steps))
+    finally:
+        leave()
+    if ranks.rank:
+        return 0
+    limits = {"step s": STEP_LIMIT, "cycle s": CYCLE_LIMIT}
+    verdicts = [
+        Verdict("v3", case, what, value, measured[what], limits.get(what, MEMORY_LIMIT), digest)
+        for what, value in predicted.items()
+    ]
+    for verdict in verdicts:
+        print(verdict, flush=True)
+    record = {
+        "command": shlex.join(["ppruntime", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name() if on_cuda else platform.machine(),
+        "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": time.monotonic() - start,
+        "predictions": predictions.name,
+        "cases": [verdict.record() for verdict in verdicts],
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    return int(not all(verdict.met for verdict in verdicts))
+
+
+def _run(config: Config, ranks: Ranks, steps: int) -> Emulation:
+    """The whole pipeline, nothing absent."""
+    from ppruntime.emulate import emulate
+    from ppruntime.emulate_transport import Blanks
+    from ppruntime.schedules.costs import Costs
+
+    nothing = (0.0,) * config.pp.size
+    return emulate(
+        config,
+        ranks,
+        range(config.pp.size),
+        costs=Costs(nothing, nothing, nothing),
+        hop_s=0.0,
+        num_steps=steps,
+        replays=Blanks(ranks.device),
+    )
+
+
+def _predicted(config: Config, calibration: Config, first: Emulation) -> dict[str, float]:
+    """Step, cycle and most memory of the run, from the calibration's op times and hops."""
+    from ppruntime.emulate import check_emulation
+    from ppruntime.memory import activation_bytes
+    from ppruntime.schedules.costs import Costs, Hops
+    from ppruntime.schedules.counts import peak_in_flight
+    from ppruntime.schedules.timeline import simulate
+
+    order, plan = check_emulation(config, range(config.pp.size))
+    costs = Costs(
+        tuple(row.forward_s for row in first.stages),
+        tuple(row.input_grad_s for row in first.stages),
+        tuple(row.weight_grad_s for row in first.stages),
+    )
+    hop = max((row.seconds for row in first.transfers), default=0.0)
+    timeline = simulate(order.computations, costs, Hops.both(hop))
+    held, count = peak_in_flight(order.computations), config.train.num_micro_batches
+    cycles = []
+    for stage, row in enumerate(timeline.rows):
+        window = range(held[stage], count - held[stage])
+        ends = [t.finish for t in row if t.op.kind.value in "BI" and t.op.micro_batch in window]
+        cycles.append((max(ends) - min(ends)) / max(1, len(ends) - 1))
+    found = {"step s": timeline.makespan, "cycle s": max(cycles)}
+    before = peak_in_flight(check_emulation(calibration, range(config.pp.size))[0].computations)
+    for peak in first.peaks:
+        more = held[peak.stage] - before[peak.stage]
+        found[f"stage {peak.stage} peak bytes"] = peak.allocated_bytes + more * activation_bytes(
+            config, plan[peak.stage]
+        )
+    return found
+
+
+def _measured(found: Emulation) -> dict[str, float]:
+    values = {"step s": median(found.step_s), "cycle s": max(found.cycle_s)}
+    return values | {
+        f"stage {peak.stage} peak bytes": float(peak.allocated_bytes) for peak in found.peaks
+    }
