@@ -16,9 +16,18 @@ E experts, A = N experts_per_token rows of experts, F inner width.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
-from ppruntime.models.dims import DTYPE_BYTES, ModelDims, Role, UnitKind, UnitSpec
+from ppruntime.models.dims import (
+    DTYPE_BYTES,
+    ModelDims,
+    Role,
+    UnitKind,
+    UnitSpec,
+    num_candidate_blocks,
+)
+from ppruntime.models.kernel_limits import AttentionOp
 from ppruntime.models.save_points import SavePoint
 
 _FP32, _INT64, _INT32, _BOOL = 4, 8, 4, 1
@@ -89,11 +98,14 @@ def kept_results(
     batch: int,
     seq_len: int,
     dtype: str,
+    *,
+    kernels: Set[AttentionOp] = frozenset(),
 ) -> Kept:
-    """What a half layer keeps between its forward and its recompute at the given save points."""
+    """What a half layer keeps between its forward and its recompute at the given save points.
+    `kernels`: operations of attention that are not the reference's."""
     run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
     is_attention = spec.kind is UnitKind.ATTENTION
-    results = _attention_results(run, spec) if is_attention else _moe_results(run)
+    results = _attention_results(run, spec, kernels) if is_attention else _moe_results(run)
     found = [result for result in results if result.point in points]
     return Kept(
         sum(result.num_bytes for result in found),
@@ -358,21 +370,26 @@ def _moe_results(run: _Run) -> list[_Result]:
     ]
 
 
-def _attention_results(run: _Run, spec: UnitSpec) -> list[_Result]:
+def _attention_results(run: _Run, spec: UnitSpec, kernels: Set[AttentionOp]) -> list[_Result]:
     """Query, its latent, keys, attention, the two output products; Engram's rows and projection;
-    compressor and indexer."""
+    compressor and indexer. A query turned in place and a product in rows of tokens are read as they
+    are; attention's kernels save their output and a log-sum-exp."""
     assert spec.layer is not None
     dims, tokens, item = run.dims, run.tokens, run.item
     heads, products = tokens * dims.num_heads * dims.head_dim, SavePoint.PROJECTIONS
     is_v4 = dims.family == "v4"
+    turned = AttentionOp.ROPE in kernels and not is_v4
+    in_rows = dims.o_groups == 1 or AttentionOp.GROUPED_OUTPUT in kernels
+    attended = AttentionOp.ATTENTION in kernels
     results = [
         *_mhc_results(run),
         _Result(products, item * tokens * dims.q_lora_rank, True),
         # V4 normalises the heads; a low dtype is widened for that.
-        _Result(products, item * heads, is_v4 and not run.is_low),
+        _Result(products, item * heads, turned or (is_v4 and not run.is_low)),
         _Result(products, item * tokens * dims.head_dim, True),
-        _Result(SavePoint.ATTENTION, item * heads, False),
-        _Result(products, item * tokens * dims.o_groups * dims.o_lora_rank, dims.o_groups == 1),
+        _Result(SavePoint.ATTENTION, item * heads, attended),
+        _Result(SavePoint.ATTENTION, attended * _FP32 * tokens * dims.num_heads, True),
+        _Result(products, item * tokens * dims.o_groups * dims.o_lora_rank, in_rows),
         _Result(products, item * tokens * dims.hidden_size, True),
     ]
     if spec.layer in dims.engram_layers:
@@ -382,7 +399,17 @@ def _attention_results(run: _Run, spec: UnitSpec) -> list[_Result]:
             _Result(SavePoint.ENGRAM, item * tokens * columns * dims.engram_head_dim, True),
             _Result(SavePoint.ENGRAM, item * keys_and_value, not run.is_low),
         ]
+    if AttentionOp.INDEXER in kernels and spec.role in (Role.FULL, Role.REINDEX, Role.CSA):
+        results.append(_Result(SavePoint.ATTENTION, _picked(run, spec), False))
     return results + (_v4_results(run, spec) if is_v4 else _v41_results(run, spec))
+
+
+def _picked(run: _Run, spec: UnitSpec) -> int:
+    """What the indexer's kernel gives: entries, and from the candidate source its blocks."""
+    dims, blocks = run.dims, 0
+    if spec.layer == dims.candidate_source:
+        blocks = num_candidate_blocks(dims, _num_entries(run, spec))
+    return run.tokens * (_INT32 * dims.index_topk + _BOOL * blocks)
 
 
 def _v41_results(run: _Run, spec: UnitSpec) -> list[_Result]:

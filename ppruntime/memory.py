@@ -151,26 +151,49 @@ def _ceil(number: int, parts: int) -> int:
 
 def _kept(config: Config, spec: UnitSpec, points: frozenset[SavePoint]) -> Kept:
     dims, _, batch, seq_len, dtype = _case(config, spec)
-    return kept_results(dims, spec, points, batch, seq_len, dtype)
+    kernels = _attention_kernels(config)
+    return kept_results(dims, spec, points, batch, seq_len, dtype, kernels=kernels)
 
 
 def _saved_bytes(config: Config, spec: UnitSpec) -> int:
-    """What autograd saves in one unit; "auto" as a GPU has it unless the config is for none."""
-    kernels = config.kernels
-    on_gpu = config.train.precision == "bf16" and config.run.device != "cpu"
-    head = kernels.head if kernels.head != "auto" else "triton" if on_gpu else "chunked"
-    mhc = kernels.mhc if kernels.mhc != "auto" else "triton" if on_gpu else "reference"
-    attention = _uses_attention_kernel(config)
-    return saved_bytes(*_case(config, spec), head=head, mhc=mhc, attention_kernel=attention)
+    return saved_bytes(
+        *_case(config, spec),
+        head=_head_kernel(config),
+        mhc=_mhc_kernel(config),
+        attention_kernel=AttentionOp.ATTENTION in _attention_kernels(config),
+    )
 
 
-def _uses_attention_kernel(config: Config) -> bool:
-    """Whether sparse attention is the kernels' op; "auto" as on a Hopper."""
-    if config.kernels.attention != "auto":
-        return config.kernels.attention != "reference"
-    op, dims = AttentionOp.ATTENTION, config.model.dims
-    is_reference = config.train.precision == "fp32" or config.run.device == "cpu"
-    return not is_reference and misfit(op, Backend.TRITON, dims) is None
+def _attention_kernels(config: Config) -> frozenset[AttentionOp]:
+    """Operations of attention that are not the reference's; "auto" as on a Hopper, if the config
+    may be for one."""
+
+    def is_other(op: AttentionOp) -> bool:
+        name = getattr(config.kernels, op.value)
+        if name != "auto" or op is AttentionOp.GROUPED_OUTPUT:
+            return bool(name != "reference")
+        is_for_cpu = config.train.precision == "fp32" or config.run.device == "cpu"
+        return not is_for_cpu and misfit(op, Backend.TRITON, config.model.dims) is None
+
+    return frozenset(op for op in AttentionOp if is_other(op))
+
+
+def _head_kernel(config: Config) -> str:
+    """`kernels.head`, with "auto" as a GPU has it unless the config is for none."""
+    if config.kernels.head != "auto":
+        return config.kernels.head
+    return "triton" if _may_be_on_gpu(config) else "chunked"
+
+
+def _mhc_kernel(config: Config) -> str:
+    """`kernels.mhc`, "auto" as for the head."""
+    if config.kernels.mhc != "auto":
+        return config.kernels.mhc
+    return "triton" if _may_be_on_gpu(config) else "reference"
+
+
+def _may_be_on_gpu(config: Config) -> bool:
+    return config.train.precision == "bf16" and config.run.device != "cpu"
 
 
 def _case(config: Config, spec: UnitSpec) -> tuple[ModelDims, UnitSpec, int, int, str]:

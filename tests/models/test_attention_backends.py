@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 from whole_model import build_units, named_grads, random_batch
 
-from ppruntime.models.activation_bytes import kept_fields, saved_bytes
+from ppruntime.models.activation_bytes import kept_fields, kept_results, saved_bytes
 from ppruntime.models.attention_kernels import REFERENCE, set_kernels
 from ppruntime.models.carry import Carry
 from ppruntime.models.dims import UnitKind, preset, unit_specs
@@ -218,6 +218,10 @@ def test_the_plan_counts_what_autograd_saves_with_the_kernels(name, dtype, monke
             planned = saved_bytes(dims, spec, 2, 17, dtype, attention_kernel=True)
             assert planned == found.own_bytes, spec.name
             assert kept_fields(dims, spec, 2, 17, dtype) == found.kept_fields, spec.name
+            for point, kept in found.results.items():
+                points, every = frozenset({point}), frozenset(AttentionOp)
+                ours = kept_results(dims, spec, points, 2, 17, dtype, kernels=every)
+                assert ours == kept, f"{spec.name}: {point}"
 
 
 # What runs where
