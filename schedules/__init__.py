@@ -27,6 +27,11 @@ How long?     costs           what ops, hops and activations cost
               law             the steady state in closed form
               plan_warmup     the smallest warm-up within a budget
               formulas        bubbles and memory as text
+              longest_path    the same as a path through a graph, to hold the others against
+Real ones     machine         links, interference, noise, host copies, a step's end
+              simulator       plays an order on one, event by event
+              noise           what ops take under jitter, stragglers and stalls
+              absent          ranks that are not there, beside those that run
 Better ones   problem         an order's op classes
               bounds          what no order can beat
               list_scheduler  builds an order op by op in time
