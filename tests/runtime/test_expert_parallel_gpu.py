@@ -1,0 +1,42 @@
+"""Experts over two GPUs: NCCL's exchanges against one GPU, in bf16 and with the FP8 kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_runs import train
+
+from ppruntime.metrics import read_metrics
+
+pytestmark = [
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+WIDE = (
+    "model.hidden_size=256",
+    "model.expert_width=128",
+    "train.precision=bf16",
+    "train.seq_len=64",
+    "train.steps=2",
+    "optim.min_lr=3e-3",
+    "run.device=cuda",
+)
+SPREAD = ("pp.size=1", "parallel.ep=2", "train.num_micro_batches=2", "pp.schedule=1f1b_w")
+ALONE = ("pp.size=1", "train.num_micro_batches=4")
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_two_gpus_with_half_of_the_experts_each_train_as_one_does(
+    backend, mode, tmp_path, run_ranks
+):
+    more = (*WIDE, f"moe.compute.backend={backend}", f"ac.mode={mode}")
+    steps = {}
+    for num_ranks, layout in ((2, SPREAD), (1, ALONE)):
+        run_dir = tmp_path / f"on{num_ranks}"
+        told = run_ranks(num_ranks, train, str(run_dir), (*more, *layout), timeout_seconds=300)
+        assert [code for code, _, _ in told] == [0] * num_ranks, told
+        steps[num_ranks] = read_metrics(run_dir / "metrics.jsonl")
+    for step, other in zip(steps[2], steps[1], strict=True):
+        assert step.loss == pytest.approx(other.loss, rel=5e-3)
+        assert step.grad_norm == pytest.approx(other.grad_norm, rel=0.05)
