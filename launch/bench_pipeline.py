@@ -51,6 +51,7 @@ from ppruntime.launch.stand_ins import (
     hollow_channels,
 )
 from ppruntime.launch.torch_pipeline import TorchPipeline
+from ppruntime.linear_options import choose_linears
 from ppruntime.messages import gather_bytes
 from ppruntime.models.carry import MicroBatch
 from ppruntime.profiling import (
@@ -123,7 +124,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--nccl-library", help="a libnccl.so.2 of 2.30 or newer, for put")
     add("--stand-in", action="store_true", help="transfers as slow as over InfiniBand instead")
     add("--slow-ms", type=float, default=6.5, help="how long one transfer of the stand-in takes")
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     if "=" in args.config:  # no run file, only overrides
         args.overrides.insert(0, args.config)
         args.config = parser.get_default("config")
@@ -420,9 +421,9 @@ class _Bench:
 def _build(config: Config, outline: Outline, ranks: Ranks) -> dict[int, Stage]:
     limit_gemms(config.pp.gemm_sms, ranks.device)
     plan, shape = outline.plan, (config.train.micro_batch_size, config.train.seq_len)
-    experts = choose_experts(config)
+    experts, linears = choose_experts(config), choose_linears(config)
     stages = {
-        s.index: build_stage(config, s, ranks, experts=experts)
+        s.index: build_stage(config, s, ranks, experts=experts, linears=linears)
         for s in plan
         if s.rank == ranks.pp_rank
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
 
@@ -38,11 +39,11 @@ RUN = (
 
 
 def _bench(rank, out):
-    from ppruntime.launch.bench_pipeline import main
+    from ppruntime.launch import bench_pipeline  # sets what CUDA reads from the environment
 
     flags = ["--transports", "gloo", "--micro-batches", "4", "--more-micro-batches", ""]
     flags += ["--orders", "1f1b,dualpipe_v", "--steps", "1", "--out", out]
-    assert main([*RUN, *flags]) == 0
+    assert bench_pipeline.main([*RUN, *flags]) == 0
 
 
 @pytest.mark.slow
@@ -65,6 +66,17 @@ def test_every_transport_and_torchs_runtime_make_the_same_gradients(run_ranks, t
         assert f"{order}, M = 4, gloo: step over torch's" in texts
     bits = {bar["what"]: bar["is_met"] for bar in record["bars"] if "bits" in bar["what"]}
     assert list(bits.values()) == [True, True]  # losses and gradients, over orders too
+
+
+def test_overrides_stand_anywhere_and_the_run_file_may_be_left_out(monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    from ppruntime.launch import bench_pipeline
+
+    args = bench_pipeline._parsed(["a.b=1", "--out", "x.json", "c.d=2", "--steps", "5", "e.f=3"])
+    assert args.config.endswith("v41-proxy-8.toml")
+    assert args.overrides == ["a.b=1", "c.d=2", "e.f=3"]
+    args = bench_pipeline._parsed(["run.toml", "a.b=1", "--out", "x.json"])
+    assert (args.config, args.overrides, args.steps) == ("run.toml", ["a.b=1"], 3)
 
 
 def _case(transport, *, cycle=0.01, step=0.2, order="1f1b", digest="a", ratio=1.0):
