@@ -7,7 +7,9 @@ numbers     dims, dims_rules, parameters, presets, engram_hash, activation_bytes
             save_points (what a recompute may keep)
 contracts   carry, linear (weight gradients that can wait), init
 documents   packed documents: starts, groups, visible entries; used wherever attention looks back
-attention   attention (V4.1), attention_v4, compressor_v4, indexer, sparse_attention, rope, quantize
+attention   attention (V4.1), attention_v4, compressor_v4, indexer, selection (top-k of its scores),
+            sparse_attention, rope, quantize; attention_kernels (the record of operations that a run
+            chooses), kernel_limits (sizes that kernels take; without torch)
 residual    residual (what a unit calls), mhc, mhc_v4 (the head's collapse), engram
 experts     moe, router, experts; dispatch (to the ranks that hold them); fp8_experts (over
             kernels/), weight_copies (made once an update)
