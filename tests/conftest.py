@@ -1,6 +1,6 @@
 """What all tests share: hypothesis profiles, and functions that run once per rank.
 
-HYPOTHESIS_PROFILE picks a profile: `ci` (100 examples, the default) or `deep` (2,000).
+HYPOTHESIS_PROFILE picks a profile: `ci` (60 examples, the default) or `deep` (2,000).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import rank_process  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 settings.register_profile(
-    "ci", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "ci", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("deep", settings.get_profile("ci"), max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

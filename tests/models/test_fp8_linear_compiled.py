@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow  # about 10 s
+pytestmark = [pytest.mark.slow, pytest.mark.compiles]  # about 10 s
 TESTS = Path(__file__).parent.parent
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow  # about 20 s: each kernel at V4.1's widths
+pytestmark = [pytest.mark.slow, pytest.mark.compiles]  # each kernel at V4.1's widths: 20 s
 TESTS = Path(__file__).parent.parent
 
 

@@ -146,6 +146,7 @@ def test_on_a_gpu_no_more_than_a_block_of_scores_is_held():
     assert (highest - lowest < 1e-3 * scores.abs().amax(1)).all()
 
 
+@pytest.mark.compiles
 @pytest.mark.slow
 def test_indexer_and_rotation_compile_for_hopper_without_spills():
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -214,6 +214,7 @@ def test_a_name_gives_the_functions_that_can_run_there(monkeypatch):
         residual("triton", cuda)
 
 
+@pytest.mark.compiles
 @pytest.mark.slow  # about 15 s: every kernel of the head and of mHC at V4.1's width
 def test_kernels_compile_for_hopper_without_spills():
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -440,6 +440,7 @@ def test_simulated_gluon_kernels_treat_odd_inputs_as_the_others_do():
     assert not out[0, 0].any()
 
 
+@pytest.mark.compiles
 @pytest.mark.slow
 def test_gluon_kernels_compile_to_wide_products_and_copies_and_fit(tmp_path):
     # In a process of its own: the interpreter leaves the language changed.

@@ -135,4 +135,6 @@ def test_an_op_without_a_channel_is_refused_when_bound():
     orders = (lowered.orders[0], (*lowered.orders[1], Op(1, Kind.SEND_F, 0)))
     broken = Schedule("broken", 1, lowered.stage_to_rank, orders)
     with pytest.raises(ScheduleError, match="1SEND_F0 needs a channel"):
-        run_local(broken, toy_stages(6, [3], 7), micro_batches(1, 1, 4, seed=1), slots)
+        run_local(
+            broken, toy_stages(6, [3], 7), micro_batches(1, 1, 4, seed=1), slots, timeout_seconds=1
+        )

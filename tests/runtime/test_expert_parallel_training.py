@@ -203,7 +203,7 @@ def test_unbalanced_runs_finish_lose_no_token_and_say_how_bad_it_is(
 
 # --- faults ---------------------------------------------------------------------------------------
 
-LIMIT_SECONDS = 20
+LIMIT_SECONDS = 14
 
 
 def train_with_a_bad_peer(rank: int, run_dir: str, how: str):

@@ -193,9 +193,9 @@ def collectives_of_a_step(rank: int, overrides: tuple[str, ...]):
         run = trainer.pipeline.training.run
         inside = Collectives()
 
-        def counted(batches):
+        def counted(batches, **options):
             with inside:
-                run(batches)
+                run(batches, **options)
 
         trainer.pipeline.training.run = counted
         with Collectives() as whole:

@@ -68,19 +68,6 @@ def process_of_rank(launcher: subprocess.Popen[str], rank: int) -> int:
     )
 
 
-def test_a_run_prints_a_line_a_step_and_its_end_once_into_a_new_directory(tmp_path):
-    code, out, err = finish(start(tmp_path, 4, str(CONFIG), *SMALL, "train.steps=2"))
-    assert code == 0, err
-    assert err == ""
-    first, second, end = out.splitlines()
-    assert re.fullmatch(r"step 1/2  loss \d\.\d{4}  .*tok/s  .*", first)
-    assert re.fullmatch(r"step 2/2  loss \d\.\d{4}  .*tok/s  .*", second)
-    assert end == "runs/tiny-01: step 2 done, checkpoint of step 2 saved"
-    status = read_status(tmp_path / "runs" / "tiny-01")
-    assert status is not None
-    assert (status.exit, status.reason, status.step) == (0, "done", 2)
-
-
 @pytest.mark.parametrize(
     ("key", "sentence"),
     [
@@ -129,7 +116,17 @@ def test_after_a_kill_all_end_in_seconds_and_the_same_command_goes_on_bitwise(tm
 
     code, out, err = finish(start(tmp_path, 2, *command))
     assert code == 0, err
-    assert out.startswith(f"run: goes on after step {int(status.last_checkpoint[-2:])}\n")
+    assert err == ""
+    after = int(status.last_checkpoint[-2:])
+    first, *lines, end = out.splitlines()
+    assert first == f"run: goes on after step {after}"
+    assert len(lines) == 10 - after
+    for step, line in enumerate(lines, after + 1):
+        assert re.fullmatch(rf"step {step}/10  loss \d\.\d{{4}}  .*tok/s  .*", line)
+    assert end == "run: step 10 done, checkpoint of step 10 saved"
+    status = read_status(run_dir)
+    assert status is not None
+    assert (status.exit, status.reason, status.step) == (0, "done", 10)
     assert [line.step for line in read_metrics(metrics)] == list(range(1, 11))
     straight = tmp_path / "straight"
     run_ranks(1, train, str(straight), (*steps[:1], "pp.size=1"))
@@ -155,6 +152,7 @@ def test_the_demo_runs_both_prints_a_verdict_and_the_paths_it_wrote(tmp_path):
     assert empty == ""
     for line in (metrics, picture, trace, checkpoint):
         assert (tmp_path / line.split()[-1]).exists(), line
+    assert (tmp_path / "runs").is_dir(), "not a new directory under runs/"
 
 
 def test_the_demo_fails_with_the_first_difference(tmp_path, capfd):

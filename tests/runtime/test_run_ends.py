@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,12 +34,18 @@ def uninterrupted(tmp_path_factory, run_ranks):
     return run_dir / "metrics.jsonl"
 
 
-@pytest.fixture
-def finished(tmp_path, run_ranks):
-    """A run of four steps on two ranks that keeps its checkpoints of steps 3 and 4."""
-    run_dir = tmp_path / "run"
+@pytest.fixture(scope="module")
+def finished_once(tmp_path_factory, run_ranks):
+    run_dir = tmp_path_factory.mktemp("runs") / "finished"
     run_ranks(2, train, str(run_dir), STEPS)
     return run_dir
+
+
+@pytest.fixture
+def finished(tmp_path, finished_once):
+    """A run of four steps on two ranks that has its checkpoints of steps 3 and 4, a copy of its
+    own."""
+    return Path(shutil.copytree(finished_once, tmp_path / "run"))
 
 
 def test_a_finished_run_says_so_once_and_changes_nothing(finished, run_ranks):
@@ -109,11 +116,13 @@ def train_until_killed(rank: int, run_dir: str, victim: int, place: str):
         return act(self, *args)
 
     setattr(Trainer, place, maybe_die)
-    return train(rank, run_dir, (*STEPS, "pp.size=4"))
+    return train(rank, run_dir, (*STEPS, "pp.size=4", "checkpoint.interval=2"))
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("place", ["step", "_mean_losses", "_settle_routing"])
+@pytest.mark.parametrize(
+    ("victim", "place"),
+    [(2, "step"), (0, "step"), (0, "_mean_losses"), (2, "_settle_routing")],
+)
 def test_a_killed_rank_is_named_once_in_a_transfer_or_a_collective_and_the_run_goes_on_bitwise(
     victim, place, tmp_path, rank_outcomes, run_ranks, uninterrupted
 ):

@@ -50,12 +50,9 @@ CASES = {
         ("pp.layers_per_stage=[0.5, 1.5, 0, 2, 0.5, 1.5, 1, 1]",),
     ),
     "cuts inside layers": (4, ("pp.layers_per_stage=[2.5, 0.5, 3.5, 1.5]",)),
-    "GPipe": (2, ("pp.schedule=gpipe",)),
     "deferred weight gradients": (4, ("pp.schedule=1f1b_w",)),
-    "two stages a rank in a loop": (2, ("pp.schedule=interleaved_1f1b",)),
     "two stages a rank in a V": (2, ("pp.schedule=zb_v",)),
     "DualPipeV": (2, ("pp.schedule=dualpipe_v",)),
-    "activation checkpointing": (2, ("ac.mode=full",)),
     "activation checkpointing and weight gradients that wait": (
         2,
         ("ac.mode=full", "pp.schedule=zb_v"),

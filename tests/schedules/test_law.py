@@ -35,7 +35,7 @@ def lead(warmup, costs, hops, deferred):
     return 1 - max((rate for rate in rates if rate < most * (1 - 1e-12)), default=0.0) / most
 
 
-@settings(max_examples=100)  # of 50 ms each: the deep profile's 2,000 would run out of time
+@settings(max_examples=60)  # of 50 ms each: the deep profile's 2,000 would run out of time
 @given(pipelines(max_ranks=4), st.booleans())
 def test_the_law_is_what_the_timeline_does(pipeline, deferred):
     """Two step lengths that differ by a multiple of every cycle's count of micro-batches, so that
