@@ -122,7 +122,7 @@ def test_after_a_kill_all_end_in_seconds_and_the_same_command_goes_on_bitwise(tm
     assert first == f"run: goes on after step {after}"
     assert len(lines) == 10 - after
     for step, line in enumerate(lines, after + 1):
-        assert re.fullmatch(rf"step {step}/10  loss \d\.\d{{4}}  .*tok/s  .*", line)
+        assert re.fullmatch(rf"step {step:2}/10  loss \d\.\d{{4}}  .*tok/s  .*", line)
     assert end == "run: step 10 done, checkpoint of step 10 saved"
     status = read_status(run_dir)
     assert status is not None
