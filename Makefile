@@ -4,14 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test kernels lint types check oracle bench clean
+.PHONY: demo test test-long kernels lint types check oracle bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m ppruntime.launch.demo
 
 test: $(STAMP)
 	$(MAKE) --no-print-directory lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not compiles"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not compiles"
+
+# What `make test` has no time for.
+test-long: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile -m long
 
 # Compiles the kernels for Hopper, without one: no spills, wide accesses, tensor-core products.
 kernels: $(STAMP)

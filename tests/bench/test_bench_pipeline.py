@@ -46,6 +46,7 @@ def _bench(rank, out):
     assert bench_pipeline.main([*RUN, *flags]) == 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_transport_and_torchs_runtime_make_the_same_gradients(run_ranks, tmp_path):
     run_ranks(2, _bench, str(tmp_path / "out.json"), timeout_seconds=300)

@@ -128,6 +128,7 @@ def test_kernels_follow_the_recipe_in_torch(case):
         assert a.shape == b.shape
 
 
+@pytest.mark.long
 def test_all_tokens_to_the_same_experts():
     """All rows in a few experts, two blocks each; the others never see one."""
     x, _, weights, grad = batch(num_tokens=130)
@@ -150,6 +151,7 @@ def test_no_tokens_and_tokens_routed_nowhere(options):
         assert not result.any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "change",
     [
@@ -182,6 +184,7 @@ def test_dropped_activations_are_not_kept():
     assert saved == rows * 2 * WIDTH * 2
 
 
+@pytest.mark.long
 def test_tile_scales_cost_little():
     case = batch(num_tokens=90)
     plain = layer(REFERENCE)

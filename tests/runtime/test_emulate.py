@@ -52,6 +52,7 @@ def free_port() -> int:
     return port
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_slurm_job_emulates_stages_on_local_processes_and_a_second_job_replays_them(tmp_path):
     """The sbatch script, with an srun that runs its command here; the plain script under it starts

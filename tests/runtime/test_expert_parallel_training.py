@@ -125,6 +125,7 @@ def state(rank: int, path: str, overrides: tuple[str, ...], save_to: str | None)
         return {name: whole(tensor) for name, tensor in tensors.items()}
 
 
+@pytest.mark.long
 def test_a_pipeline_of_expert_groups_is_one_groups_run_and_loads_at_any_layout_bitwise(
     tmp_path, run_ranks
 ):
@@ -225,6 +226,7 @@ def train_with_a_bad_peer(rank: int, run_dir: str, how: str):
     return train(rank, run_dir, (*COMMON, *TWO_LAYERS, *EP2, *more))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["is lost", "is late"])
 def test_a_peer_that_is_lost_or_late_ends_all_with_its_rank_and_group(how, tmp_path, rank_outcomes):
     run_dir = tmp_path / "run"

@@ -64,6 +64,7 @@ def train_with_kernels(rank: int, run_dir: str, overrides: tuple[str, ...]) -> i
     return train_fp8(rank, run_dir, overrides, by_recipe=False)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="two ranks, and this may be one GPU")
 def test_a_pipeline_with_put_off_and_fused_weight_gradients_follows_the_recipe(tmp_path, run_ranks):

@@ -133,6 +133,7 @@ def test_after_a_kill_all_end_in_seconds_and_the_same_command_goes_on_bitwise(tm
     assert compare_metrics(metrics, straight / "metrics.jsonl").equal
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_demo_runs_both_prints_a_verdict_and_the_paths_it_wrote(tmp_path):
     done = subprocess.run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from memory_knobs import (
     BF16,
     IN_BACKWARD,
@@ -36,6 +38,7 @@ CASES = {
 """Name -> overrides. The first words of a name say which other case has the same bits."""
 
 
+@pytest.mark.long
 def test_knobs_alone_and_in_pairs_have_the_bits_of_a_run_without(run_ranks):
     for rank, found in enumerate(run_ranks(2, a_step_of_each, CASES, timeout_seconds=400)):
         assert found["sign"][1] != found[""][1]

@@ -121,7 +121,12 @@ def train_until_killed(rank: int, run_dir: str, victim: int, place: str):
 
 @pytest.mark.parametrize(
     ("victim", "place"),
-    [(2, "step"), (0, "step"), (0, "_mean_losses"), (2, "_settle_routing")],
+    [
+        (2, "step"),
+        pytest.param(0, "step", marks=pytest.mark.long),
+        (0, "_mean_losses"),
+        pytest.param(2, "_settle_routing", marks=pytest.mark.long),
+    ],
 )
 def test_a_killed_rank_is_named_once_in_a_transfer_or_a_collective_and_the_run_goes_on_bitwise(
     victim, place, tmp_path, rank_outcomes, run_ranks, uninterrupted
