@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from memory_knobs import (
     BF16,
     IN_BACKWARD,
