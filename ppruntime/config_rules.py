@@ -54,7 +54,7 @@ class _NotBuilt:
 _NOT_BUILT = (
     _NotBuilt("optim.type", ("adamw", "sign_sgd"), 'use "adamw" or "sign_sgd"'),
     _NotBuilt("moe.dispatch.type", ("torch",), 'use "torch"'),
-    *(_NotBuilt(f"kernels.{op}", ("reference",), 'use "reference"') for op in ("engram",)),
+    _NotBuilt("kernels.engram", ("reference",), 'use "reference"'),
     _NotBuilt("fault.nonfinite", ("stop",), 'use "stop"'),
 )
 
