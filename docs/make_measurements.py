@@ -27,8 +27,8 @@ NOT_RUN = """## Not run
   passed; of the experts' none (the bench's own checks ran).
 - What changed in the experts' kernels after the run above: GEMM programs that stay, the weight
   gradients' tile and prefetch, the SwiGLU's backward. Their speed is unknown.
-- The indexer, RoPE, the grouped output, mHC, the head and FP8 linears as kernels; copies of offloaded
-  activations and masters.
+- The indexer, RoPE, the grouped output, mHC, the head and FP8 linears as kernels; copies of
+  offloaded activations and masters.
 - The kernels inside a training run, and expert parallelism.
 """
 
