@@ -219,33 +219,41 @@ class _Loop:
             done = index + 1
             start = time.perf_counter()
             meter.start()
-            try:
+            with self._in(f"step {done}"):
                 result = self.trainer.step(index, self.train_data)
-            except Exception as error:
-                error.add_note(f"rank {self.ranks.rank} was in step {done}")
-                if isinstance(error, torch.OutOfMemoryError):
-                    error.add_note(self._why_out_of_memory())
-                raise
             seconds = time.perf_counter() - start
-            memory = meter.gather(self.ranks.pipeline_group)
-            val_loss = self._validate(done)
-            state = self._state(done)
-            if self.reporter is not None:
-                self.reporter.step(done, result, seconds, state.tokens, val_loss, memory)
-            if index == timeline_step:
-                self._write_timeline(done)
+            with self._in(f"the records of step {done}"):
+                memory = meter.gather(self.ranks.pipeline_group)
+                val_loss = self._validate(done)
+                state = self._state(done)
+                if self.reporter is not None:
+                    self.reporter.step(done, result, seconds, state.tokens, val_loss, memory)
+                if index == timeline_step:
+                    self._write_timeline(done)
+                asked = self.termination.asked
+                stops = any_rank(asked is not None, self.ranks.world_group) and done < num_steps
             interval = self.config.checkpoint.interval
-            asked = self.termination.asked
-            stops = any_rank(asked is not None, self.ranks.world_group) and done < num_steps
             due = interval is not None and done % interval == 0
             if stops or due or done == num_steps:
-                self._save(state)
+                with self._in(f"the checkpoint of step {done}"):
+                    self._save(state)
                 saved = done
             if stops:
                 by = asked or "a signal to another rank"
                 raise StoppedError(f"stopped by {by} after step {done}, which is saved")
         if self.reporter is not None:
             self.reporter.finished(num_steps, saved, ran=first < num_steps)
+
+    @contextmanager
+    def _in(self, place: str) -> Iterator[None]:
+        """An error from inside says that this rank was in `place`."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"rank {self.ranks.rank} was in {place}")
+            if isinstance(error, torch.OutOfMemoryError):
+                error.add_note(self._why_out_of_memory())
+            raise
 
     def _why_out_of_memory(self) -> str:
         """The rank's ledger, and what would fit."""

@@ -320,7 +320,7 @@ def test_a_run_config_that_is_its_own_cluster_needs_no_gpus(command):
 def test_output_into_head_ends_quietly():
     """A reader that leaves after the first bytes; the output is longer than a pipe holds."""
     code = "from ppruntime.launch.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
-    arguments = ["schedule", "show", "1f1b", "--ranks", "8", "--micro-batches", "400", "--json"]
+    arguments = ["schedule", "show", "1f1b", "--ranks", "8", "--micro-batches", "1000", "--json"]
     for reads_first in (True, False):
         process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments],

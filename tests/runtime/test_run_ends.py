@@ -103,36 +103,47 @@ def test_what_an_unfinished_save_left_is_named_and_not_used(finished, run_ranks)
     assert litter.is_dir()
 
 
-def train_until_killed(rank: int, run_dir: str, victim: int, place: str):
+def train_until_killed(rank: int, run_dir: str, victim: int, place: str, call: int):
+    from ppruntime import checkpoint
+    from ppruntime.stage import Stage
     from ppruntime.trainer import Trainer
 
-    act = getattr(Trainer, place)
+    owner = next(one for one in (Stage, Trainer, checkpoint) if hasattr(one, place))
+    act = getattr(owner, place)
     calls: list[int] = []
 
-    def maybe_die(self, *args):
+    def maybe_die(*args, **options):
         calls.append(1)
-        if rank == victim and len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return act(self, *args)
+        if len(calls) == call:
+            if rank != victim:
+                Path(f"{run_dir}.{rank}").touch()
+            else:
+                who_speaks = Path(f"{run_dir}.{1 if victim == 0 else 0}")
+                while not who_speaks.exists():  # else it may still be in the step before
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return act(*args, **options)
 
-    setattr(Trainer, place, maybe_die)
-    return train(rank, run_dir, (*STEPS, "pp.size=4", "checkpoint.interval=2"))
+    setattr(owner, place, maybe_die)
+    return train(rank, run_dir, (*STEPS, "pp.size=4", "checkpoint.interval=1"))
 
 
+# A step has three micro-batches: call 7 of a stage's forward or backward is in step 3.
 @pytest.mark.parametrize(
-    ("victim", "place"),
+    ("victim", "place", "call", "where"),
     [
-        (2, "step"),
-        pytest.param(0, "step", marks=pytest.mark.long),
-        (0, "_mean_losses"),
-        pytest.param(2, "_settle_routing", marks=pytest.mark.long),
+        (2, "forward", 7, "step 3"),
+        pytest.param(0, "backward", 7, "step 3", marks=pytest.mark.long),
+        (0, "_mean_losses", 3, "step 3"),
+        pytest.param(2, "_settle_routing", 3, "step 3", marks=pytest.mark.long),
+        pytest.param(1, "save", 3, "the checkpoint of step 3", marks=pytest.mark.long),
     ],
 )
-def test_a_killed_rank_is_named_once_in_a_transfer_or_a_collective_and_the_run_goes_on_bitwise(
-    victim, place, tmp_path, rank_outcomes, run_ranks, uninterrupted
+def test_a_killed_rank_is_named_once_wherever_it_ends_and_the_run_goes_on_bitwise(
+    victim, place, call, where, tmp_path, rank_outcomes, run_ranks, uninterrupted
 ):
     run_dir = tmp_path / "run"
-    outcomes = rank_outcomes(4, train_until_killed, str(run_dir), victim, place)
+    outcomes = rank_outcomes(4, train_until_killed, str(run_dir), victim, place, call)
     assert outcomes[victim].exit_code == -signal.SIGKILL
     living = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
     assert [outcome.error_text for outcome in living] == [None] * 3
@@ -143,7 +154,7 @@ def test_a_killed_rank_is_named_once_in_a_transfer_or_a_collective_and_the_run_g
     assert sentence.startswith("error: ")
     assert f"rank {victim} is lost" in sentence
     speaker = 1 if victim == 0 else 0
-    assert f"  rank {speaker} was in step 3" in notes
+    assert f"  rank {speaker} was in {where}" in notes
     assert notes[-1] == (f"  start it again with run.dir={run_dir}: it goes on from step-00000002")
     status = status_of(run_dir)
     assert (status.exit, status.culprit_rank, status.resumable) == (10, victim, True)
