@@ -30,7 +30,7 @@ from ppruntime.models.kernels.expert_backends import ExpertBackend, ExpertKernel
 from ppruntime.models.kernels.grouped_gemm import MOST_MICRO_BATCHES, WeightGradOperands
 from ppruntime.models.kernels.moe_layout import Layout, most_rows
 from ppruntime.models.kernels.quantize import GROUP, Quantized
-from ppruntime.models.weight_copies import WeightCopies
+from ppruntime.models.weight_copies import WeightCopies, WeightVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,10 @@ class Fp8Options:
     """Keep z for the backward; else run the first GEMM again: saves 4 F bytes a row."""
     fp8_transposed_on_demand: bool = False
     """Turn the weights in each backward rather than keep a turned copy: saves a byte a weight."""
+    free_weights: bool = False
+    """Free the memory of the weights themselves once their FP8 copies are made. Only where another
+    owns the master weights and gives these their memory and values again, as FSDP's gather does,
+    before a new version is read."""
     wgrad_tile_scales: bool = False
     """One scale per 128x128 of dy in weight gradients, as x has with `power_of_two_scales` (and of
     x without). Changes numerics; less work."""
@@ -135,8 +139,16 @@ class Fp8Experts(WeightCopies):
     def quantized(self) -> ExpertWeights:
         """The FP8 weights, made once per version."""
         if self.version is None:
+            assert not self.options.free_weights, "copies that are not kept outlive no weights"
             return self._quantize()
-        key = (self.version.number, self.gate_up.weight._version, self.down.weight._version)
+        copies = self._copies_of(self.version)
+        if self.options.free_weights:
+            for weight in (self.gate_up.weight, self.down.weight):
+                weight.untyped_storage().resize_(0)  # shape, version and gradient stay
+        return copies
+
+    def _copies_of(self, version: WeightVersion) -> ExpertWeights:
+        key = (version.number, self.gate_up.weight._version, self.down.weight._version)
         if self._quantized is not None and self._quantized[0] == key:
             return self._quantized[1]
         if self._quantized is not None and self._quantized[0][0] == key[0]:
@@ -166,6 +178,12 @@ class Fp8Experts(WeightCopies):
 
     @torch.no_grad()
     def _quantize(self) -> ExpertWeights:
+        for weight in (self.gate_up.weight, self.down.weight):
+            if weight.numel() and not weight.untyped_storage().size():
+                raise RuntimeError(
+                    "expert weights were freed and a new version of them is asked for; gather them "
+                    "again before the forward, or leave free_weights off"
+                )
         turned = not self.options.fp8_transposed_on_demand
         gate_up, gate_up_t = self.kernels.quantize_blocks(self.gate_up.weight, transposed=turned)
         down, down_t = self.kernels.quantize_blocks(self.down.weight, transposed=turned)

@@ -289,6 +289,9 @@ class ExpertCompute(Section, frozen=True):
     fp8_transposed_on_demand: bool | tuple[Annotated[int, Meta(ge=0)], ...] = False
     """FP8: turn the weights in each backward instead of keeping a turned copy, a byte a weight; a
     list names the stages that do. Bitwise."""
+    free_bf16_expert_weights: bool | tuple[Annotated[int, Meta(ge=0)], ...] = False
+    """FP8: free a step's gathered bf16 weights once their FP8 copies are made, two bytes a weight;
+    a list names the stages that do. Bitwise."""
     wgrad_tile_scales: bool = False
     """FP8: one scale per 128 x 128 in weight gradients, less work. Changes numerics."""
     fused_wgrad_micro_batches: (

@@ -322,18 +322,31 @@ def _expert_compute(config: Config) -> Iterator[Broken]:
 
 def _expert_stages(config: Config) -> Iterator[Broken]:
     compute, num_stages = config.moe.compute, config.pp.num_stages
-    fused, on_demand = compute.fused_wgrad_micro_batches, compute.fp8_transposed_on_demand
+    fused = compute.fused_wgrad_micro_batches
     if isinstance(fused, tuple) and len(fused) != num_stages:
         yield (
             "moe.compute.fused_wgrad_micro_batches",
             f"moe.compute.fused_wgrad_micro_batches has {len(fused)} entries for {num_stages} "
             "stages; give one a stage, or one number for all",
         )
-    if isinstance(on_demand, tuple) and any(stage >= num_stages for stage in on_demand):
+    for name in ("fp8_transposed_on_demand", "free_bf16_expert_weights"):
+        stages = getattr(compute, name)
+        if isinstance(stages, tuple) and any(stage >= num_stages for stage in stages):
+            yield (
+                f"moe.compute.{name}",
+                f"moe.compute.{name} names stage {max(stages)}; stages are numbered 0 to "
+                f"{num_stages - 1}",
+            )
+
+
+def _freed_experts(config: Config) -> Iterator[Broken]:
+    key, precision = "moe.compute.free_bf16_expert_weights", config.train.precision
+    freed = config.moe.compute.free_bf16_expert_weights
+    if freed and config.moe.compute.backend != "torch" and precision != "bf16":
         yield (
-            "moe.compute.fp8_transposed_on_demand",
-            f"moe.compute.fp8_transposed_on_demand names stage {max(on_demand)}; stages are "
-            f"numbered 0 to {num_stages - 1}",
+            key,
+            f"{key} = {show(freed)} has no effect on train.precision = {show(precision)}, which "
+            'has no weights in bf16; leave it out or use "bf16"',
         )
 
 
@@ -524,6 +537,7 @@ _RULES: tuple[Rule, ...] = (
     _experts,
     _expert_compute,
     _expert_stages,
+    _freed_experts,
     _transport,
     _layer_modes,
     _recompute_engram,

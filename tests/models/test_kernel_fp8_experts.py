@@ -286,6 +286,28 @@ def test_weights_are_quantised_once_per_version():
     assert not torch.equal(after, first)
 
 
+def test_weights_are_freed_once_copied_and_have_to_be_there_again_for_a_new_version():
+    usually, freed = (
+        layer(REFERENCE, dtype=torch.bfloat16),
+        layer(replace(REFERENCE, free_weights=True), dtype=torch.bfloat16),
+    )
+    version = WeightVersion()
+    set_weight_version(torch.nn.ModuleList([usually, freed]), version)
+    values = [weight.detach().clone() for weight in freed.parameters()]
+    for step in range(2):
+        for seed in range(2):
+            assert equal(gradients(usually, *batch(seed=seed)), gradients(freed, *batch(seed=seed)))
+            assert not any(w.untyped_storage().size() for w in freed.parameters())
+        version.advance()
+        if step == 0:
+            for weight, value in zip(freed.parameters(), values, strict=True):
+                weight.untyped_storage().resize_(weight.nbytes)
+                with torch.autograd._unsafe_preserve_version_counter(weight), torch.no_grad():
+                    weight.copy_(value)
+    with pytest.raises(RuntimeError, match="freed and a new version of them is asked for; gather"):
+        gradients(freed, *batch())
+
+
 def test_checkpointing_recomputes_or_saves_with_the_same_bits():
     options = EITHER[-1]
     case, expected = batch(), usual(options)

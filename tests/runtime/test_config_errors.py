@@ -327,6 +327,22 @@ RULES = [
         "moe.compute.fp8_transposed_on_demand names stage 4; stages are numbered 0 to 3",
     ),
     (
+        "model.hidden_size=128 model.expert_width=128 moe.compute.backend=auto "
+        "moe.compute.free_bf16_expert_weights=[5]",
+        "moe.compute.free_bf16_expert_weights names stage 5; stages are numbered 0 to 3",
+    ),
+    (
+        "model.hidden_size=128 model.expert_width=128 moe.compute.backend=triton "
+        "train.precision=fp32 moe.compute.free_bf16_expert_weights=true",
+        'moe.compute.free_bf16_expert_weights = true has no effect on train.precision = "fp32", '
+        'which has no weights in bf16; leave it out or use "bf16"',
+    ),
+    (
+        "moe.compute.free_bf16_expert_weights=true",
+        "moe.compute.free_bf16_expert_weights = true has no effect on moe.compute.backend = "
+        '"torch"; leave it out or use "triton"',
+    ),
+    (
         "data.type=tokens",
         'data.path is missing, data.type = "tokens" needs the prefix of a token file; make one '
         'with "ppruntime data build --out PREFIX FILES", or use data.type = "stdlib"',

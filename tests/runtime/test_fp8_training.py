@@ -8,7 +8,7 @@ from small_runs import train
 
 from ppruntime.compare import compare_metrics
 from ppruntime.config import ConfigError, load
-from ppruntime.expert_options import choose_experts
+from ppruntime.expert_options import ExpertChoice, choose_experts, moe_options
 from ppruntime.metrics import read_metrics
 from ppruntime.models.kernels import expert_backends
 from ppruntime.models.kernels.expert_backends import ExpertBackend
@@ -39,7 +39,6 @@ def train_fp8(rank: int, run_dir: str, overrides: tuple[str, ...], *, by_recipe:
     """Trains with the kernels, interpreted, or with the recipe in torch; how often expert weights
     were quantised."""
     from ppruntime import build
-    from ppruntime.expert_options import ExpertChoice
     from ppruntime.models.fp8_experts import Fp8Experts
 
     quantize, made = Fp8Experts._quantize, []
@@ -81,8 +80,50 @@ def test_a_pipeline_with_put_off_and_fused_weight_gradients_follows_the_recipe(t
         assert step.grad_norm == pytest.approx(other.grad_norm, rel=1e-3)
 
 
-def config_with(backend: str):
-    return load([], [*ONE_LAYER, "data.type=counting", f"moe.compute.backend={backend}"])
+def train_kept_and_freed(rank: int, folder: str) -> list[int]:
+    """Two runs in bf16, one whose stages free gathered expert weights; how often each found them
+    freed when a weight gradient was added."""
+    from ppruntime.models.fp8_experts import Fp8Experts
+
+    add, freed = Fp8Experts._add_weight_grads, [0, 0]
+
+    def watched(self, micro_batch):
+        freed[run] += not any(w.untyped_storage().size() for w in self.parameters())
+        add(self, micro_batch)
+
+    Fp8Experts._add_weight_grads = watched
+    more = ("pp.size=1", "train.precision=bf16", "train.eval_interval=1", "data.type=stdlib")
+    for run, keys in enumerate(((), ("moe.compute.free_bf16_expert_weights=[0]",))):
+        train_by_recipe(rank, f"{folder}/{run}", (*more, *keys))
+    return freed
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_freed_expert_weights_come_back_for_every_step_with_the_same_bits(tmp_path, run_ranks):
+    """Evaluations between steps gather and free them too."""
+    assert run_ranks(1, train_kept_and_freed, str(tmp_path)) == [[0, 4]]
+    kept, freed = (tmp_path / name / "metrics.jsonl" for name in "01")
+    assert compare_metrics(kept, freed).equal
+    assert len(read_metrics(freed)) == 2
+
+
+def config_with(backend: str, *overrides: str):
+    return load(
+        [], [*ONE_LAYER, "data.type=counting", f"moe.compute.backend={backend}", *overrides]
+    )
+
+
+def test_the_stages_that_a_list_names_turn_and_free_their_weights():
+    config = config_with(
+        "triton",
+        *("pp.size=2", "pp.layers_per_stage=[0.5, 0.5]", "train.precision=bf16"),
+        "moe.compute.fp8_transposed_on_demand=[1]",
+        "moe.compute.free_bf16_expert_weights=true",
+    )
+    found = [moe_options(config, s, ExpertChoice(ExpertBackend.REFERENCE), None) for s in (0, 1)]
+    assert [options.fp8.fp8_transposed_on_demand for options in found] == [False, True]
+    assert [options.fp8.free_weights for options in found] == [True, True]
 
 
 def test_a_backend_that_is_missing_is_refused_with_its_reason_and_what_works(monkeypatch):
