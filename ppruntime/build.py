@@ -23,6 +23,7 @@ from ppruntime.connect import (
     transport_options,
 )
 from ppruntime.executor import Executor
+from ppruntime.expert_dispatch import open_dispatcher
 from ppruntime.expert_options import BY_TORCH, ExpertChoice, choose_experts, moe_options
 from ppruntime.gemm_budget import limit_gemms
 from ppruntime.host_memory import HostPool
@@ -36,17 +37,18 @@ from ppruntime.linear_options import (
 from ppruntime.master_offload import MasterOffload
 from ppruntime.models.attention_kernels import set_kernels
 from ppruntime.models.dims import ModelDims, UnitSpec, unit_parameters, unit_specs
-from ppruntime.models.dispatch import ExpertGroup
+from ppruntime.models.dispatch import Dispatcher
 from ppruntime.models.head import head_loss
 from ppruntime.models.init import init_parameters
 from ppruntime.models.kernels.attention_backends import attention_kernels
 from ppruntime.models.linear import WeightGradQueue, set_queue
+from ppruntime.models.moe import HERE
 from ppruntime.models.parameters import Part
 from ppruntime.models.residual import UsesResidual, residual
 from ppruntime.models.units import HeadUnit, build_unit
 from ppruntime.order import Order
 from ppruntime.plan import StagePlan
-from ppruntime.ranks import Ranks, open_expert_group
+from ppruntime.ranks import Ranks
 from ppruntime.recompute import kept_points
 from ppruntime.schedules.formats import digest
 from ppruntime.schedules.forward_only import forward_only
@@ -122,13 +124,12 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
         timeout_seconds=config.fault.init_timeout_seconds,
         what="the stages are built",
     )
-    group = None
-    if ranks.layout.ep > 1:
-        # Half: who waits for a rank that waits in there hears the reason before its own limit.
-        limit = config.pp.timeout_seconds / 2
-        group = ExpertGroup.of(open_expert_group(ranks, timeout_seconds=limit))
+    # Half: who waits for a rank that waits in there hears the reason before its own limit.
+    dispatcher = open_dispatcher(config, ranks, timeout_seconds=config.pp.timeout_seconds / 2)
     stages = {
-        s.index: build_stage(config, s, ranks, experts=experts, group=group, linears=linears)
+        s.index: build_stage(
+            config, s, ranks, experts=experts, dispatcher=dispatcher, linears=linears
+        )
         for s in plan
         if s.rank == ranks.pp_rank
     }
@@ -201,7 +202,7 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
             f"{spec.name}.{p.name}"
             for spec, _ in units
             for p in unit_parameters(dims, spec)
-            if p.part is Part.EXPERTS and group is not None
+            if p.part is Part.EXPERTS and ranks.layout.ep > 1
         ),
         notes=tuple(
             choice.note
@@ -247,18 +248,18 @@ def build_stage(
     ranks: Ranks,
     *,
     experts: ExpertChoice = BY_TORCH,
-    group: ExpertGroup | None = None,
+    dispatcher: Dispatcher = HERE.dispatcher,
     linears: LinearChoice = IN_COMPUTE_DTYPE,
 ) -> Stage:
     """One stage of this rank: its units, initialised, wrapped, with one queue for the weight
-    gradients that can wait. Only these units' memory is ever allocated. With a `group` this rank
-    has its part of the experts.
+    gradients that can wait. Only these units' memory is ever allocated. Of the experts this rank
+    has those that `dispatcher` says.
 
     Masters are fp32: in bf16 the wrapping casts them once a step, see `wrap.shard_unit`.
     """
     dims, dtype = config.model.dims, compute_dtype(config)
     kernels = attention_kernels(choose_kernels(config, ranks.device).choice)
-    moe = moe_options(config, plan.index, experts, group)
+    moe = moe_options(config, plan.index, experts, dispatcher)
     units = []
     for spec in plan.units:
         unit = build_unit(dims, spec, moe=moe, device=ranks.device, dtype=torch.float32)
@@ -270,7 +271,7 @@ def build_stage(
         set_kernels(unit, kernels)
         use_linears(unit, linears, config)
         units.append(unit)
-    expert_mesh = ranks.expert_mesh if group is not None else None
+    expert_mesh = ranks.expert_mesh if ranks.layout.ep > 1 else None
     sharded = dtype is not torch.float32 or ranks.layout.num_data_ranks > 1
     wrap_units(
         units,

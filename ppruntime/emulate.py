@@ -29,16 +29,16 @@ from ppruntime.connect import compute_dtype
 from ppruntime.data import Batches, open_data
 from ppruntime.emulate_transport import Blanks, ReplayTransport, drawn, split_channels
 from ppruntime.executor import Executor
+from ppruntime.expert_dispatch import open_dispatcher
 from ppruntime.expert_options import choose_experts
 from ppruntime.linear_options import choose_linears
 from ppruntime.messages import gather_bytes
 from ppruntime.models.carry import DIFFERENTIABLE, MicroBatch
-from ppruntime.models.dispatch import ExpertGroup
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut
 from ppruntime.profiling import align_clocks
 from ppruntime.projector import ProjectionError
-from ppruntime.ranks import Ranks, open_expert_group
+from ppruntime.ranks import Ranks
 from ppruntime.schedules.absent import AbsentRanks
 from ppruntime.schedules.costs import Costs, Hops
 from ppruntime.schedules.counts import peak_in_flight
@@ -222,16 +222,12 @@ def emulate(
 
 def _build(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
     """As `build.build_pipeline` does: with the run's backends, experts over its expert ranks."""
-    group = None
-    if ranks.layout.ep > 1:
-        limit = config.pp.timeout_seconds
-        group = ExpertGroup.of(open_expert_group(ranks, timeout_seconds=limit))
     return build_stage(
         config,
         plan,
         ranks,
         experts=choose_experts(config),
-        group=group,
+        dispatcher=open_dispatcher(config, ranks, timeout_seconds=config.pp.timeout_seconds),
         linears=choose_linears(config),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ppruntime.config import Config, ConfigError
-from ppruntime.models.dispatch import ExpertGroup
+from ppruntime.models.dispatch import Dispatcher
 from ppruntime.models.kernels.expert_backends import ExpertBackend, unavailable_reason
 from ppruntime.models.moe import MoEOptions
 
@@ -52,11 +52,11 @@ def choose_experts(config: Config) -> ExpertChoice:
 
 
 def moe_options(
-    config: Config, stage: int, choice: ExpertChoice, group: ExpertGroup | None
+    config: Config, stage: int, choice: ExpertChoice, dispatcher: Dispatcher
 ) -> MoEOptions:
-    """How stage `stage` computes its experts, which lie over `group`; None: all are here."""
+    """How stage `stage` computes its experts, which `dispatcher` reaches."""
     if choice.backend is None:
-        return MoEOptions(group=group)
+        return MoEOptions(dispatcher=dispatcher)
     from ppruntime.models.fp8_experts import Fp8Options  # needs Triton
 
     compute = config.moe.compute
@@ -70,7 +70,7 @@ def moe_options(
         fused_wgrad_micro_batches=fused if isinstance(fused, int) else fused[stage],
         gemm_sms=config.pp.gemm_sms,
     )
-    return MoEOptions(fp8, group)
+    return MoEOptions(fp8, dispatcher)
 
 
 def on_stage(choice: bool | tuple[int, ...], stage: int) -> bool:

@@ -11,11 +11,11 @@ from types import TracebackType
 import torch
 
 from ppruntime.config import Config, ConfigError, dumps
+from ppruntime.expert_exchange import DispatchError
 from ppruntime.ledger import MeasuredMemory
 from ppruntime.manifest import CheckpointError, TrainingState, find
 from ppruntime.metrics import MetricsLog, ProgressLine, StepMetrics, mfu, peak_flops
 from ppruntime.models.dims import counts
-from ppruntime.models.dispatch import DispatchError
 from ppruntime.ranks import Ranks
 from ppruntime.run_dir import ExitCode, RunDir, RunDirError, Status
 from ppruntime.schedules.ops import ScheduleError

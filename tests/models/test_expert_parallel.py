@@ -21,9 +21,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ppruntime.models import dispatch
+from ppruntime.expert_exchange import DispatchError, ProcessExchange
+from ppruntime.models.all_to_all import OPS, AllToAll
 from ppruntime.models.dims import preset
-from ppruntime.models.dispatch import OPS, DispatchError, ExpertGroup, make_routes
 from ppruntime.models.init import init_parameters
 from ppruntime.models.linear import WeightGradQueue, set_queue
 from ppruntime.models.moe import MoE, MoEOptions
@@ -74,7 +74,7 @@ def make(dims, options, dtype):
 
 def compare_with_one_process(rank: int, fp8: bool):
     dist.init_process_group("gloo")
-    group = ExpertGroup.of(dist.new_group([0, 1]))
+    spread = AllToAll(ProcessExchange.of(dist.new_group([0, 1])))
     dims, dtype, options = TINY, torch.float32, None
     if fp8:
         from ppruntime.models.fp8_experts import Fp8Options
@@ -91,7 +91,7 @@ def compare_with_one_process(rank: int, fp8: bool):
         weights = torch.rand(num, PER_TOKEN) + 0.1
         experts = torch.cat([routing_of(case, n, dims.num_experts) for n in sizes])
         slices = [slice(0, sizes[0]), slice(sizes[0], num)]
-        own, here = slices[rank], group.held(dims.num_experts)
+        own, here = slices[rank], spread.held(dims.num_experts)
         whole = make(dims, MoEOptions(options), dtype)
         # Gradients of parameters add up over the parts.
         parts = [
@@ -99,7 +99,7 @@ def compare_with_one_process(rank: int, fp8: bool):
             for part in ([slice(0, num)] if fp8 else slices)
         ]
         tokens = [torch.cat(results) for results in zip(*(part[:3] for part in parts), strict=True)]
-        moe = make(dims, MoEOptions(options, group), dtype)
+        moe = make(dims, MoEOptions(options, spread), dtype)
         part = routed(moe, x[own], experts[own], weights[own], grad[own])
         expected = [t[own] for t in tokens] + [g[here.start : here.stop] for g in parts[-1][3:]]
         found[case] = [
@@ -119,15 +119,14 @@ def count_exchanges(rank: int):
     """Exchanges of one forward and backward: plain, with weight gradients that wait, and with a
     checkpointed layer that keeps what the exchanges gave. And whether gradients are the same."""
     dist.init_process_group("gloo")
-    group = ExpertGroup.of(dist.new_group([0, 1]))
     made: list[str] = []
-    swap = dispatch._swap
 
-    def counted(here, outgoing, incoming, what):
-        made.append(what)
-        swap(here, outgoing, incoming, what)
+    class Counted(ProcessExchange):
+        def begin(self, outgoing, incoming, what):
+            made.append(what)
+            return super().begin(outgoing, incoming, what)
 
-    dispatch._swap = counted
+    spread = AllToAll(Counted.of(dist.new_group([0, 1])))
     kept = {getattr(torch.ops.ppruntime, op.partition("::")[2]).default for op in OPS}
 
     def contexts():
@@ -139,7 +138,7 @@ def count_exchanges(rank: int):
 
     results = {}
     for way in ("plain", "waiting", "checkpointed"):
-        moe = make(TINY, MoEOptions(group=group), torch.float32)
+        moe = make(TINY, MoEOptions(dispatcher=spread), torch.float32)
         queue = WeightGradQueue()
         set_queue(moe, queue)
         queue.deferring = way == "waiting"
@@ -180,9 +179,10 @@ def test_each_exchange_is_made_once_also_by_a_recompute_and_never_by_a_weight_gr
 def lose_a_peer(rank: int, how: str):
     """Three ranks exchange counts; the last one ends or sleeps at its second exchange."""
     dist.init_process_group("gloo")
-    group = ExpertGroup.of(dist.new_group([0, 1, 2], timeout=timedelta(seconds=6)))
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=6))
+    spread = AllToAll(ProcessExchange.of(group))
     counts = torch.tensor([rank, 2, 3])
-    assert make_routes(counts, group).rows_per_expert == [[0, 1, 2], [2, 2, 2], [3, 3, 3]][rank]
+    assert spread.routes(counts).rows_per_expert == [[0, 1, 2], [2, 2, 2], [3, 3, 3]][rank]
     if rank == 2 and how == "ends":
         os._exit(7)
     if rank == 2:
@@ -190,7 +190,7 @@ def lose_a_peer(rank: int, how: str):
             dist.distributed_c10d._get_default_store().wait(["told"], timedelta(seconds=60))
         return None
     with pytest.raises(DispatchError) as caught:
-        make_routes(counts, group)
+        spread.routes(counts)
     store = dist.distributed_c10d._get_default_store()
     if store.add("heard", 1) == 2:
         store.set("told", "")
@@ -209,11 +209,10 @@ def test_a_peer_that_ends_or_is_late_is_named_with_its_group_by_all_others(how, 
 
 
 def test_ops_give_shapes_on_the_meta_device():
-    dispatch._GROUPS["4,5"] = ExpertGroup(None, (4, 5))
+    AllToAll(ProcessExchange(None, (4, 5)))
     rows = torch.empty(7, 3, dtype=torch.bfloat16, device="meta")
     sent = torch.ops.ppruntime.expert_dispatch(rows, [3, 4], [2, 2], "4,5")
     assert (sent.shape, sent.dtype) == ((4, 3), torch.bfloat16)
     assert torch.ops.ppruntime.expert_combine(sent, [2, 2], [3, 4], "4,5").shape == (7, 3)
     counts = torch.ops.ppruntime.expert_counts(torch.empty(6, device="meta"), "4,5")
     assert counts.shape == (2, 3)
-    del dispatch._GROUPS["4,5"]

@@ -2,6 +2,7 @@ import torch
 from torch.nn import functional
 
 from ppruntime.models.dims import preset
+from ppruntime.models.expert_rows import expert_layout
 from ppruntime.models.experts import ExpertLinear, clamped_swiglu
 from ppruntime.models.init import init_parameters
 from ppruntime.models.linear import (
@@ -10,7 +11,7 @@ from ppruntime.models.linear import (
     WeightGradQueue,
     set_queue,
 )
-from ppruntime.models.moe import MoE, expert_layout
+from ppruntime.models.moe import MoE
 
 TINY = preset("tiny")
 

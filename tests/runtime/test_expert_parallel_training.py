@@ -157,17 +157,17 @@ def test_a_pipeline_of_expert_groups_is_one_groups_run_and_loads_at_any_layout_b
 
 def train_unbalanced(rank: int, overrides: tuple[str, ...]):
     """Two steps in which every token goes to expert 0; tokens that each rank's experts got."""
-    from ppruntime.models import moe as module
+    from ppruntime.models.all_to_all import AllToAll
 
     received: list[list[int]] = []
-    make_routes = module.make_routes
+    routes_of = AllToAll.routes
 
     def noted(*args):
-        routes = make_routes(*args)
+        routes = routes_of(*args)
         received.append(routes.rows_per_expert)
         return routes
 
-    module.make_routes = noted
+    AllToAll.routes = noted
     with trainer_of(overrides) as (trainer, data, _):
         for name, buffer in trainer.pipeline.buffers.items():
             if name.endswith("router.bias"):
@@ -208,9 +208,9 @@ LIMIT_SECONDS = 14
 
 
 def train_with_a_bad_peer(rank: int, run_dir: str, how: str):
-    from ppruntime.models import dispatch
+    from ppruntime.expert_exchange import ProcessExchange
 
-    swap, calls = dispatch._swap, []
+    begin, calls = ProcessExchange.begin, []
 
     def sometimes(*args):
         calls.append(1)
@@ -218,9 +218,9 @@ def train_with_a_bad_peer(rank: int, run_dir: str, how: str):
             if how == "is lost":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1.2 * LIMIT_SECONDS)
-        swap(*args)
+        return begin(*args)
 
-    dispatch._swap = sometimes
+    ProcessExchange.begin = sometimes
     timeout = f"pp.timeout_seconds={LIMIT_SECONDS if how == 'is late' else 60}"
     more = (timeout, "checkpoint.interval=1", "train.steps=4", "pp.size=2")
     return train(rank, run_dir, (*COMMON, *TWO_LAYERS, *EP2, *more))

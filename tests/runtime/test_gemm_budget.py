@@ -13,6 +13,7 @@ from ppruntime.expert_options import ExpertChoice, moe_options
 from ppruntime.gemm_budget import limit_gemms
 from ppruntime.models.kernels import grouped_gemm
 from ppruntime.models.kernels.expert_backends import ExpertBackend
+from ppruntime.models.moe import HERE
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -57,7 +58,7 @@ def test_the_config_refuses_it_on_a_cpu():
 
 def test_the_experts_kernels_get_the_budget_and_start_no_more_programs():
     config = load(["launch/configs/tiny.toml"], ["pp.gemm_sms=100"])
-    options = moe_options(config, 0, ExpertChoice(ExpertBackend.TRITON), None)
+    options = moe_options(config, 0, ExpertChoice(ExpertBackend.TRITON), HERE.dispatcher)
     assert options.fp8.gemm_sms == 100
     for tile in (grouped_gemm.FORWARD_TILE, replace(grouped_gemm.FORWARD_TILE, num_warps=8)):
         per_sm = 8 // tile.num_warps

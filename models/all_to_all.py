@@ -1,0 +1,215 @@
+"""Rows to the ranks that hold their experts, and back, in plain PyTorch: dispatcher `torch`.
+
+Each rank of a group has tokens of its own and holds every E/P-th part of the experts, in rank
+order. Rows in expert order are in owner order, so a rank's share for each owner is one slice:
+
+    counts     rows that each rank has for each of my experts; on the host, before anything waits
+    dispatch   rows to their experts' owners: they come by (source rank, expert, token)
+    ...        the owner computes
+    combine    the results back, into the places that the rows came from
+
+The readable experts multiply the rows of each source and expert by themselves, as that source would
+if it held all experts: outputs and gradients of tokens are bitwise those of one process, gradients
+of experts are sums over the sources, in rank order. The FP8 experts sort what comes by (expert,
+source rank, token), which is the order of one process that has the ranks' tokens one after another:
+with it they agree bitwise in all.
+
+Why no rank waits for ever. All ranks of a group run the same order of work, and within an op the
+same exchanges in the same order: dispatch and combine are one node of the autograd graph each, and
+nothing here branches on what is in a tensor. Take one pipeline's ops in an order that its transfers
+allow (there is one, the schedule is checked for it), and of the ops that some rank never finishes
+the first. All before it are done on all ranks: so each rank of its group has what it takes as input
+and enters the op, they meet in its exchanges, and it finishes. The argument needs that an exchange
+and a pipeline transfer never wait for each other's turn: they go through groups, sockets and
+communicators of their own. On a GPU both are kernels and need room to run side by side, which a
+transfer leaves (`pp.transport_ctas`); all kernels and communicators are loaded before the first
+step, see `boundaries.warm_up`.
+
+Each exchange is a registered op: activation checkpointing that saves the outputs of `OPS` neither
+sends nor waits in a recompute. Shape letters: R rows here, S rows received, E experts, P ranks,
+L = E/P experts here, D row width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppruntime.models.dispatch import AnyExperts, Exchange
+from ppruntime.models.expert_rows import by_row, expert_layout, sum_rows, to_rows, weighted_sum
+from ppruntime.models.experts import Experts
+from ppruntime.models.precision import widened
+from ppruntime.models.router import Routing
+
+OPS = ("ppruntime::expert_counts", "ppruntime::expert_dispatch", "ppruntime::expert_combine")
+"""Ops whose outputs a checkpointed layer has to keep, so that its recompute does not communicate.
+Kept without checkpointing too: the rows are the experts' inputs, the results are weighted."""
+
+_EXCHANGES: dict[str, Exchange] = {}
+"""Ops take names, not objects."""
+
+
+class AllToAll:
+    """Sends one row per token and expert. The same numbers as `dispatch.AllHere`, see above."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        _EXCHANGES[exchange.name] = exchange
+
+    def held(self, num_experts: int) -> range:
+        share = num_experts // self.exchange.num_ranks
+        return range(self.exchange.rank * share, (self.exchange.rank + 1) * share)
+
+    def routed(
+        self, experts: AnyExperts, x_ND: Tensor, routing: Routing, counts_E: Tensor
+    ) -> Tensor:
+        layout = expert_layout(routing.experts_NK)
+        x_RD = to_rows(x_ND, layout)
+        routes = self.routes(counts_E)
+        if isinstance(experts, Experts):
+            x_SD, _ = self.dispatch(x_RD, None, routes)
+            y_RD = self.combine(experts.forward(x_SD, routes.rows_per_expert), routes)
+            return weighted_sum(y_RD, routing.weights_NK, layout)
+        # There the weights go in before rounding, and so they travel.
+        x_SD, weight_S = self.dispatch(x_RD, by_row(routing.weights_NK, layout), routes)
+        assert weight_S is not None
+        expert_S1 = routes.expert_S.to(x_ND.device, non_blocking=True).unsqueeze(1)
+        y_RD = self.combine(experts.forward(x_SD, expert_S1, weight_S.unsqueeze(1)), routes)
+        # Rounded as the FP8 experts themselves round where all are here.
+        return widened(sum_rows(y_RD, layout).to(x_ND.dtype))
+
+    def routes(self, counts_E: Tensor) -> Routes:
+        """The routes of rows in expert order, counts_E[e] for expert e. A collective of the group
+        that waits for its ranks on the host: who is late or gone is found here, before a device
+        waits."""
+        counts_PL = torch.ops.ppruntime.expert_counts(counts_E, self.exchange.name)
+        num_ranks, here = counts_PL.shape
+        experts = torch.arange(here).repeat(num_ranks)
+        return Routes(
+            send=counts_E.view(num_ranks, here).sum(1).tolist(),
+            receive=counts_PL.sum(1).tolist(),
+            rows_per_expert=counts_PL.flatten().tolist(),
+            expert_S=experts.repeat_interleave(counts_PL.flatten()),
+        )
+
+    def dispatch(
+        self, rows_RD: Tensor, weights_R: Tensor | None, routes: Routes
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows, and their routing weights if given, on the rank of their expert."""
+        rows_SD, weights_S = _Dispatch.apply(  # type: ignore[no-untyped-call]
+            rows_RD, weights_R, routes, self.exchange.name
+        )
+        return rows_SD, weights_S
+
+    def combine(self, rows_SD: Tensor, routes: Routes) -> Tensor:
+        """Results of the received rows back where the rows came from."""
+        rows_RD: Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
+            rows_SD, routes, self.exchange.name
+        )
+        return rows_RD
+
+
+class Routes(NamedTuple):
+    """Where the rows of one micro-batch go."""
+
+    send: list[int]
+    """Rows for each rank of the group."""
+    receive: list[int]
+    """Rows from each rank."""
+    rows_per_expert: list[int]
+    """Rows from rank 0 for each expert here, then those from rank 1, ..."""
+    expert_S: Tensor
+    """int64 expert of each received row, counted from this rank's first; on the host."""
+
+
+class _Dispatch(torch.autograd.Function):
+    """One node for rows and weights: the order of their exchanges is written here, not found by
+    autograd. The gradients go the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RD: Tensor, weights_R: Tensor | None, routes: Routes, exchange: str
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.routes, ctx.exchange = routes, exchange
+        send = torch.ops.ppruntime.expert_dispatch
+        rows_SD = send(rows_RD, routes.send, routes.receive, exchange)
+        if weights_R is None:
+            return rows_SD, None
+        return rows_SD, send(weights_R, routes.send, routes.receive, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        routes: Routes = ctx.routes
+        back = [
+            None
+            if grad is None
+            else torch.ops.ppruntime.expert_combine(
+                grad.contiguous(), routes.receive, routes.send, ctx.exchange
+            )
+            for grad in grads
+        ]
+        return *back, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_SD: Tensor, routes: Routes, exchange: str) -> Tensor:
+        ctx.routes, ctx.exchange = routes, exchange
+        rows_RD: Tensor = torch.ops.ppruntime.expert_combine(
+            rows_SD, routes.receive, routes.send, exchange
+        )
+        return rows_RD
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        routes: Routes = ctx.routes
+        grad_SD = torch.ops.ppruntime.expert_dispatch(
+            grad_RD.contiguous(), routes.send, routes.receive, ctx.exchange
+        )
+        return grad_SD, None, None
+
+
+@torch.library.custom_op("ppruntime::expert_counts", mutates_args=())
+def _counts_op(counts_E: Tensor, exchange: str) -> Tensor:
+    """[P, L] on the host: rows that each rank has for each of this rank's experts."""
+    there = _EXCHANGES[exchange]
+    outgoing_PL = counts_E.cpu().view(there.num_ranks, -1)
+    incoming_PL = torch.empty_like(outgoing_PL)
+    there.begin(list(outgoing_PL), list(incoming_PL), "token counts")()
+    return incoming_PL
+
+
+@torch.library.custom_op("ppruntime::expert_dispatch", mutates_args=())
+def _dispatch_op(
+    rows: Tensor, send: Sequence[int], receive: Sequence[int], exchange: str
+) -> Tensor:
+    return _exchanged(rows, send, receive, exchange, "rows for the experts")
+
+
+@torch.library.custom_op("ppruntime::expert_combine", mutates_args=())
+def _combine_op(rows: Tensor, send: Sequence[int], receive: Sequence[int], exchange: str) -> Tensor:
+    return _exchanged(rows, send, receive, exchange, "the experts' results")
+
+
+@_counts_op.register_fake
+def _(counts_E: Tensor, exchange: str) -> Tensor:
+    num_ranks = _EXCHANGES[exchange].num_ranks
+    return counts_E.new_empty(num_ranks, len(counts_E) // num_ranks, device="cpu")
+
+
+@_dispatch_op.register_fake
+@_combine_op.register_fake
+def _(rows: Tensor, send: Sequence[int], receive: Sequence[int], exchange: str) -> Tensor:
+    return rows.new_empty(sum(receive), *rows.shape[1:])
+
+
+def _exchanged(
+    rows: Tensor, send: Sequence[int], receive: Sequence[int], exchange: str, what: str
+) -> Tensor:
+    received = rows.new_empty(sum(receive), *rows.shape[1:])
+    outgoing, incoming = torch.split(rows, list(send)), torch.split(received, list(receive))
+    _EXCHANGES[exchange].begin(outgoing, incoming, what)()
+    return received
