@@ -300,6 +300,24 @@ class ExpertCompute(Section, frozen=True):
     """FP8: micro-batches whose weight gradients are added in one launch; their operands wait. A
     list has one entry a stage. Bitwise with triton, summation order with deep_gemm."""
 
+    def turns_on_demand(self, stage: int) -> bool:
+        """Whether a stage keeps no turned FP8 copy."""
+        return _on_stage(self.fp8_transposed_on_demand, stage)
+
+    def frees_weights(self, stage: int) -> bool:
+        """Whether a stage frees its experts' gathered weights."""
+        return _on_stage(self.free_bf16_expert_weights, stage)
+
+    def num_fused(self, stage: int) -> int:
+        """Micro-batches of a stage whose weight gradients are added in one launch."""
+        fused = self.fused_wgrad_micro_batches
+        return fused if isinstance(fused, int) else fused[stage]
+
+
+def _on_stage(choice: bool | tuple[int, ...], stage: int) -> bool:
+    """Whether a stage does what all, none or the named stages do."""
+    return choice if isinstance(choice, bool) else stage in choice
+
 
 class Moe(Section, frozen=True):
     """`[moe]`: the mixture-of-experts layer."""

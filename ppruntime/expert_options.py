@@ -60,22 +60,16 @@ def moe_options(
     from ppruntime.models.fp8_experts import Fp8Options  # needs Triton
 
     compute = config.moe.compute
-    fused = compute.fused_wgrad_micro_batches
     fp8 = Fp8Options(
         backend=choice.backend,
         keep_expert_activations=compute.keep_expert_activations,
-        fp8_transposed_on_demand=on_stage(compute.fp8_transposed_on_demand, stage),
-        free_weights=on_stage(compute.free_bf16_expert_weights, stage),
+        fp8_transposed_on_demand=compute.turns_on_demand(stage),
+        free_weights=compute.frees_weights(stage),
         wgrad_tile_scales=compute.wgrad_tile_scales,
-        fused_wgrad_micro_batches=fused if isinstance(fused, int) else fused[stage],
+        fused_wgrad_micro_batches=compute.num_fused(stage),
         gemm_sms=config.pp.gemm_sms,
     )
     return MoEOptions(fp8, dispatcher)
-
-
-def on_stage(choice: bool | tuple[int, ...], stage: int) -> bool:
-    """Whether a stage does what all, none or the named stages do."""
-    return choice if isinstance(choice, bool) else stage in choice
 
 
 def _note(chosen: str, reasons: list[str]) -> str:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 from ppruntime.models import fp8_experts
 from ppruntime.models.dims import preset
 from ppruntime.models.experts import clamped_swiglu
+from ppruntime.models.fp8_expert_rules import copy_bytes
 from ppruntime.models.fp8_experts import Fp8Experts, Fp8Options
 from ppruntime.models.kernels import expert_backends
 from ppruntime.models.kernels.expert_backends import ExpertBackend
@@ -306,6 +307,14 @@ def test_weights_are_freed_once_copied_and_have_to_be_there_again_for_a_new_vers
                     weight.copy_(value)
     with pytest.raises(RuntimeError, match="freed and a new version of them is asked for; gather"):
         gradients(freed, *batch())
+
+
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_copies_take_the_bytes_that_plans_count(on_demand):
+    experts = layer(replace(REFERENCE, fp8_transposed_on_demand=on_demand))
+    found = [tensor for copy in experts.quantized() if copy is not None for tensor in copy]
+    num_weights = sum(weight.numel() for weight in experts.parameters())
+    assert sum(t.nbytes for t in found) == copy_bytes(num_weights, turned=not on_demand)
 
 
 def test_checkpointing_recomputes_or_saves_with_the_same_bits():
