@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from ppruntime.models.dims import ModelDims
 from ppruntime.models.experts import expert_linears
+from ppruntime.models.fp8_expert_rules import most_rows
 from ppruntime.models.kernels.expert_backends import ExpertBackend, ExpertKernels, expert_kernels
 from ppruntime.models.kernels.grouped_gemm import MOST_MICRO_BATCHES, WeightGradOperands
-from ppruntime.models.kernels.moe_layout import Layout, most_rows
+from ppruntime.models.kernels.moe_layout import Layout
 from ppruntime.models.kernels.quantize import GROUP, Quantized
 from ppruntime.models.weight_copies import WeightCopies, WeightVersion
 
@@ -81,7 +82,7 @@ class ExpertWeights(NamedTuple):
     """[E, F, D], likewise."""
 
 
-class _MicroBatch(NamedTuple):
+class MicroBatch(NamedTuple):
     """What the weight gradients of one micro-batch are computed from."""
 
     x8: Quantized
@@ -95,7 +96,7 @@ class _MicroBatch(NamedTuple):
 class _Held:
     """Micro-batches whose weight gradients wait for a launch, and where they will go."""
 
-    micro_batches: list[_MicroBatch] = field(default_factory=list)
+    micro_batches: list[MicroBatch] = field(default_factory=list)
     accumulators: tuple[Tensor, ...] = ()
 
 
@@ -223,14 +224,19 @@ class Fp8Experts(WeightCopies):
         grad_x_ND = kernels.gather_sum(grad_PD, layout, dtype=grad_ND.dtype)
         if not self.gate_up.weight.requires_grad:
             return grad_x_ND, grads.weight_NK
-        micro_batch = _MicroBatch(x8, grad_columns, grads.inner_columns, grads.columns, layout)
+        self.put_weight_grads(
+            MicroBatch(x8, grad_columns, grads.inner_columns, grads.columns, layout)
+        )
+        return grad_x_ND, grads.weight_NK
+
+    def put_weight_grads(self, micro_batch: MicroBatch) -> None:
+        """Adds a micro-batch's weight gradients: now, or in the queue while that is deferring."""
         if self.queue is not None and self.queue.deferring:
             self.queue.add(lambda: self._add_weight_grads(micro_batch))
         else:
             self._add_weight_grads(micro_batch)
-        return grad_x_ND, grads.weight_NK
 
-    def _add_weight_grads(self, micro_batch: _MicroBatch) -> None:
+    def _add_weight_grads(self, micro_batch: MicroBatch) -> None:
         """Holds a micro-batch; launches when enough are held."""
         if not self._held.micro_batches:
             self._held.accumulators = self._accumulators()
@@ -241,7 +247,7 @@ class Fp8Experts(WeightCopies):
     def _accumulators(self) -> tuple[Tensor, Tensor]:
         return fp32_grad(self.gate_up.weight), fp32_grad(self.down.weight)
 
-    def _launch(self, micro_batches: Sequence[_MicroBatch], gate_up: Tensor, down: Tensor) -> None:
+    def _launch(self, micro_batches: Sequence[MicroBatch], gate_up: Tensor, down: Tensor) -> None:
         kernels, options = self.kernels, self.options
         kernels.grouped_weight_grad(
             down,

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ppruntime.models.fp8_expert_rules import most_rows as most_rows
 from ppruntime.models.kernels.rounding import to_bf16
 
 BLOCK = 128
@@ -52,13 +53,6 @@ class Layout(NamedTuple):
     @property
     def experts_per_token(self) -> int:
         return self.row_NK.shape[1]
-
-
-def most_rows(num_pairs: int, num_experts: int) -> int:
-    """Pool rows that any routing of `num_pairs` pairs to `num_experts` experts fits in."""
-    if num_pairs <= num_experts:
-        return num_pairs * BLOCK  # each alone in its block
-    return ((num_pairs - num_experts) // BLOCK + num_experts) * BLOCK
 
 
 def expert_layout_reference(experts_NK: Tensor, num_experts: int) -> Layout:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 from ppruntime.models import fp8_experts
 from ppruntime.models.dims import preset
 from ppruntime.models.experts import clamped_swiglu
-from ppruntime.models.fp8_expert_rules import copy_bytes
+from ppruntime.models.fp8_expert_rules import copy_bytes, waiting_bytes
 from ppruntime.models.fp8_experts import Fp8Experts, Fp8Options
 from ppruntime.models.kernels import expert_backends
 from ppruntime.models.kernels.expert_backends import ExpertBackend
@@ -307,6 +307,14 @@ def test_weights_are_freed_once_copied_and_have_to_be_there_again_for_a_new_vers
                     weight.copy_(value)
     with pytest.raises(RuntimeError, match="freed and a new version of them is asked for; gather"):
         gradients(freed, *batch())
+
+
+def test_micro_batches_that_wait_take_the_bytes_that_plans_count():
+    experts = layer(replace(REFERENCE, fused_wgrad_micro_batches=2))
+    gradients(experts, *batch(num_tokens=5))
+    (waiting,) = experts._held.micro_batches
+    found = sum(tensor.nbytes for part in waiting for tensor in part)
+    assert found == waiting_bytes(5, PER_TOKEN, EXPERTS, HIDDEN, WIDTH)
 
 
 @pytest.mark.parametrize("on_demand", [False, True])
