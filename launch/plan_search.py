@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,7 +79,9 @@ def search(
         global_batch_tokens=float(config.global_batch_size * config.train.seq_len),
     )
     rests_on = str(calibration) if calibration is not None else _kernel_words(task)
-    print(_json(found, job, rests_on) if json else _text(found, task, job, rests_on, config))
+    print(
+        _json(found, job, rests_on, config) if json else _text(found, task, job, rests_on, config)
+    )
     return 0
 
 
@@ -127,9 +130,8 @@ def _text(found: Found, task: Task, job: Job, rests_on: str, config: Config) -> 
         f"{100 * bound.mfu:.2f} % MFU; the best plan is "
         f"{100 * (best.step_s / found.bounds.step_s - 1):.2f} % above it",
         "",
-        f"pp.schedule = {best.order}, pp.layers_per_stage = "
-        f"[{', '.join(f'{layers:g}' for layers in best.layers_per_stage)}]"
-        + (f", pp.warmup_step = {list(best.warmup)}" if best.order == "async_1f1b" else ""),
+        "as overrides of a run:",
+        *overrides(best, config),
         "",
     ]
     stages = [
@@ -151,6 +153,53 @@ def _text(found: Found, task: Task, job: Job, rests_on: str, config: Config) -> 
     lines += text_table((*names, "recomputed", "experts"), stages, left="experts")
     lines += ["", _why(best, task)]
     return "\n".join(lines)
+
+
+def overrides(plan: Plan, config: Config) -> list[str]:
+    """section.key=value texts on top of `config` with which a run is cut, ordered and recomputed as
+    planned. Offload is left out: a plan has it in bytes, a run by micro-batches."""
+    lines = [f"pp.schedule={plan.order}", f"pp.layers_per_stage={_list(plan.layers_per_stage)}"]
+    if plan.order in ("async_1f1b", "1f1b_w"):
+        lines.append(f"pp.warmup_step={_list(plan.warmup)}")
+    lines += _mode_overrides(plan)
+    if any(stage.experts for stage in plan.stages):
+        if config.moe.compute.backend == "torch":
+            lines.append("moe.compute.backend=auto")
+        lines += _expert_overrides(plan)
+    return lines
+
+
+def _mode_overrides(plan: Plan) -> list[str]:
+    """The mode of most layers, and those of the others."""
+    halves: dict[str, list[str]] = {}
+    for stage in plan.stages:
+        for unit, mode in zip(stage.units, stage.modes, strict=True):
+            if unit.startswith("layers."):
+                halves.setdefault(unit.split(".")[1], []).append(mode)
+    pairs = [tuple(modes) for modes in halves.values()]
+    same = [modes[0] for modes in pairs if len(set(modes)) == 1]
+    usual = max(sorted(set(same)), key=same.count) if same else "none"
+    others = ", ".join(
+        f'"{layer}" = ["{modes[0]}", "{modes[1]}"]'
+        for layer, modes in halves.items()
+        if set(modes) != {usual}
+    )
+    lines = [f"ac.mode={usual}"]
+    return [*lines, f"ac.layer_modes={{{others}}}"] if others else lines
+
+
+def _expert_overrides(plan: Plan) -> list[str]:
+    """What stages with FP8 experts do with them."""
+    uses, lines = [stage.experts for stage in plan.stages], []
+    for name in ("free_bf16_expert_weights", "fp8_transposed_on_demand"):
+        stages = [s for s, use in enumerate(uses) if use is not None and getattr(use, name)]
+        lines.append(f"moe.compute.{name}={_list(stages) if stages else 'false'}")
+    fused = [1 if use is None else use.fused_wgrad_micro_batches for use in uses]
+    return [*lines, f"moe.compute.fused_wgrad_micro_batches={_list(fused)}"]
+
+
+def _list(numbers: Sequence[float]) -> str:
+    return f"[{','.join(f'{number:g}' for number in numbers)}]"
 
 
 def _row(plan: Plan, job: Job, task: Task) -> tuple[str, ...]:
@@ -192,12 +241,13 @@ def _why(plan: Plan, task: Task) -> str:
     )
 
 
-def _json(found: Found, job: Job, rests_on: str) -> str:
+def _json(found: Found, job: Job, rests_on: str, config: Config) -> str:
     def of(plan: Plan | None) -> dict[str, object] | None:
         if plan is None:
             return None
         return asdict(plan) | {
             "layers_per_stage": plan.layers_per_stage,
+            "overrides": overrides(plan, config),
             "mfu": 100 * job.at_step_s(plan.step_s).mfu,
         }
 

@@ -52,15 +52,26 @@ class PlannedUnit:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertUse:
+    """What a stage does with its FP8 experts, by the names of `[moe.compute]`."""
+
+    free_bf16_expert_weights: bool = False
+    fp8_transposed_on_demand: bool = False
+    fused_wgrad_micro_batches: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
-    """What a stage does with its experts; numbers are per MoE block."""
+    """A way for a stage to use its experts; numbers are per MoE block."""
 
     name: str
     static_bytes: float
-    """Change of what lies there throughout."""
+    """What lies there throughout on top of the unit's own."""
     input_grad_s: float = 0.0
     weight_grad_s: float = 0.0
     """Change of times."""
+    use: ExpertUse | None = None
+    """None: as the run's config has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +103,8 @@ class PlannedStage:
     modes: tuple[str, ...]
     """One per unit."""
     variant: str
+    experts: ExpertUse | None
+    """Of the variant."""
     forward_s: float
     input_grad_s: float
     weight_grad_s: float
@@ -302,6 +315,7 @@ def _stage(
         units=tuple(unit.name for unit in units),
         modes=tuple(choice.mode for choice in chosen),
         variant=variant.name,
+        experts=variant.use,
         forward_s=sum(c.forward_s for c in chosen),
         input_grad_s=sum(c.input_grad_s for c in chosen) + blocks * variant.input_grad_s,
         weight_grad_s=sum(c.weight_grad_s for c in chosen) + blocks * variant.weight_grad_s,

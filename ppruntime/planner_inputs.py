@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
+
+from msgspec.structs import replace
 
 from ppruntime.calibrate_kernels import Kernels
 from ppruntime.calibration import Calibration, transfer_seconds, unit_type
-from ppruntime.config_keys import Config
+from ppruntime.config_keys import Config, ExpertCompute
 from ppruntime.memory import activation_bytes, compute_dtype_name, state_bytes
 from ppruntime.models.dims import UnitKind, UnitSpec, boundary_bytes, unit_specs
+from ppruntime.models.fp8_expert_rules import copy_bytes, waiting_bytes
 from ppruntime.plan import StagePlan
-from ppruntime.planner import Choice, PlannedUnit, Task, Variant
+from ppruntime.planner import Choice, ExpertUse, PlannedUnit, Task, Variant
 from ppruntime.projector import Origin, ProjectionError, weakest
+
+_BF16 = 2
 
 
 def task_of(
@@ -25,7 +31,8 @@ def task_of(
     variants: Sequence[Variant] = (),
 ) -> Task:
     """The planner's task: choices per unit from the calibration's rows of all its AC modes, bytes
-    from its memory rows, else by the model's sizes. Raises ProjectionError for a missing row."""
+    from its memory rows, else by the model's sizes; `variants` are `expert_variants` of the config
+    if none are given. Raises ProjectionError for a missing row."""
     specs = unit_specs(config.model.dims)
     return Task(
         units=tuple(_unit(config, calibration, spec) for spec in specs),
@@ -34,35 +41,64 @@ def task_of(
         hop_s=_hop(config, calibration, specs, link),
         memory_bytes=memory_bytes,
         reserved_bytes=reserved_bytes,
-        variants=tuple(variants) or (Variant("as it is", 0.0),),
+        variants=tuple(variants) or expert_variants(config),
         host_bytes_per_s=host_bytes_per_s,
         per_step_s=sum(piece.seconds for piece in calibration.per_step),
     )
 
 
-def expert_variants(config: Config, kernels: Kernels) -> tuple[Variant, ...]:
-    """What a stage may do with its FP8 experts. Weights in bf16 are counted by `state_bytes`
-    already; FP8 copies, forward and turned, come on top unless a variant leaves them out."""
-    dims = config.model.dims
-    block = dims.num_experts * 3.0 * dims.hidden_size * dims.expert_width / config.parallel.ep
+def expert_variants(config: Config, kernels: Kernels | None = None) -> tuple[Variant, ...]:
+    """What a stage may do with its FP8 experts: fused weight gradients or not, gathered bf16
+    weights kept or freed, turned copies kept or made on demand.
+
+    With `kernels` times change as these say, and experts are in FP8 whatever the config says.
+    Without, nothing says what turning or fusing costs: both are as the config has them; freeing
+    costs no time. Raises ProjectionError where the config has them for stages by number.
+    """
+    compute = config.moe.compute
+    freed_or_not = (False, True) if config.train.precision == "bf16" else (False,)
+    if kernels is not None:
+        return tuple(
+            _variant(config, ExpertUse(freed, turned, fused), kernels)
+            for fused, freed, turned in product((1, 2), freed_or_not, (False, True))
+        )
+    if compute.backend == "torch":
+        return (Variant("in the compute dtype", 0.0),)
+    for name in ("fp8_transposed_on_demand", "fused_wgrad_micro_batches"):
+        if isinstance(given := getattr(compute, name), tuple):
+            raise ProjectionError(
+                f"moe.compute.{name} = {list(given)} is for stages by number, and a search makes "
+                "the stages; give one value for all"
+            )
+    turned, fused = compute.turns_on_demand(0), compute.num_fused(0)
+    return tuple(_variant(config, ExpertUse(freed, turned, fused)) for freed in freed_or_not)
+
+
+def _variant(config: Config, use: ExpertUse, kernels: Kernels | None = None) -> Variant:
+    dims, ep = config.model.dims, config.parallel.ep
+    num_held, hidden, width = dims.num_experts // ep, dims.hidden_size, dims.expert_width
+    block = num_held * 3 * hidden * width
+    static = float(copy_bytes(block, turned=not use.fp8_transposed_on_demand))
+    name = "bf16 kept"
+    if use.free_bf16_expert_weights:
+        name = "bf16 freed"
+        static -= _BF16 * block
+    if use.fp8_transposed_on_demand:
+        name += ", FP8 turned on demand"
     tokens = config.train.micro_batch_size * config.train.seq_len
-    scale = tokens * dims.experts_per_token / kernels.experts.rows
-    turn = kernels.experts.turn_s
-    gain = kernels.experts.fused_gain_s * scale
-    operands = kernels.experts.held_bytes * scale
-    variants = []
-    for fused, fused_name in ((0, ""), (1, ", fused wgrad n 2")):
-        for freed, freed_name in ((0, "bf16 kept"), (1, "bf16 freed")):
-            for turned, turned_name in ((0, ""), (1, ", FP8 turned on demand")):
-                variants.append(
-                    Variant(
-                        name=freed_name + turned_name + fused_name,
-                        static_bytes=block * (2 - 2 * freed - turned) + fused * operands,
-                        input_grad_s=turned * turn,
-                        weight_grad_s=-fused * gain,
-                    )
-                )
-    return tuple(variants)
+    num_waiting = use.fused_wgrad_micro_batches - 1
+    if num_waiting:
+        name += f", fused wgrad n {use.fused_wgrad_micro_batches}"
+        # From other ranks a row comes once per expert.
+        rows = (tokens, dims.experts_per_token) if ep == 1 else (tokens * dims.experts_per_token, 1)
+        static += num_waiting * waiting_bytes(*rows, num_held, hidden, width)
+    turn_s = gain_s = 0.0
+    if kernels is not None:
+        experts = kernels.experts
+        turn_s = use.fp8_transposed_on_demand * experts.turn_s
+        scale = tokens * dims.experts_per_token / experts.rows
+        gain_s = (num_waiting > 0) * experts.fused_gain_s * scale
+    return Variant(name, static, input_grad_s=turn_s, weight_grad_s=-gain_s, use=use)
 
 
 def _unit(config: Config, calibration: Calibration, spec: UnitSpec) -> PlannedUnit:
@@ -74,7 +110,9 @@ def _unit(config: Config, calibration: Calibration, spec: UnitSpec) -> PlannedUn
         )
     held = {row.ac_mode: float(row.num_bytes) for row in calibration.memory if row.unit == kind}
     alone = StagePlan(index=0, rank=0, units=(spec,), before=None, after=spec)
-    state = state_bytes(config, alone)
+    # Copies of experts' weights come with a variant.
+    plain = replace(config, moe=replace(config.moe, compute=ExpertCompute()))
+    state = state_bytes(plain, alone)
     return PlannedUnit(
         name=spec.name,
         choices=tuple(

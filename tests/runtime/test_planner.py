@@ -11,9 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ppruntime.calibrate_kernels import kernel_calibration, read_kernels
+from ppruntime.config import load
 from ppruntime.launch.cli import main
-from ppruntime.planner import Choice, PlannedUnit, Task, Variant, find_plans
+from ppruntime.launch.plan_search import BENCHES, overrides
+from ppruntime.models.dims import unit_specs
+from ppruntime.order import make_order
+from ppruntime.plan import cut
+from ppruntime.planner import Choice, ExpertUse, PlannedUnit, Task, Variant, find_plans
+from ppruntime.planner_inputs import expert_variants, task_of
 from ppruntime.projector import ProjectionError
+from ppruntime.recompute import mode_of
+from ppruntime.schedules.counts import peak_in_flight
 
 FULL = Path(__file__).parents[2] / "launch" / "configs" / "v41-flash-pp16.toml"
 SMALL = st.floats(0.1, 2)
@@ -130,6 +139,68 @@ def test_for_v41_flash_the_search_beats_uniform_stages_and_says_by_how_much(caps
     assert all(stage["peak_bytes"] <= 139e9 * (1 + 1e-9) for stage in best["stages"])
     assert found["bounds"]["step_s"] <= best["step_s"]
     assert "0 % measured" in found["rests_on"]
+
+
+def test_a_plans_overrides_are_the_run_that_it_planned():
+    """A tight cap, so that stages differ in all that a search chooses."""
+    config = load([FULL], ["parallel.dp=12", "train.num_micro_batches=48"])
+    kernels = read_kernels(BENCHES)
+    task = task_of(
+        config,
+        kernel_calibration(config, kernels, "put"),
+        memory_bytes=79.5e9,
+        reserved_bytes=10e9,
+        host_bytes_per_s=0.0,
+        link=None,
+        variants=expert_variants(config, kernels),
+    )
+    (plan,) = find_plans(task, keep=1).plans
+    run = load([FULL], ["parallel.dp=12", "train.num_micro_batches=48", *overrides(plan, config)])
+    order, compute = make_order(run).computations, run.moe.compute
+    assert peak_in_flight(order) == tuple(stage.in_flight for stage in plan.stages)
+    specs = {spec.name: spec for spec in unit_specs(run.model.dims)}
+    cuts = cut(run.model.dims, range(16), run.pp.layers_per_stage, seq_len=8192)
+    for stage, units in zip(plan.stages, cuts, strict=True):
+        assert stage.units == tuple(unit.name for unit in units.units)
+        for name, mode in zip(stage.units, stage.modes, strict=True):
+            assert specs[name].layer is None or mode_of(run, specs[name]) == mode
+        assert stage.experts == ExpertUse(
+            compute.frees_weights(units.index),
+            compute.turns_on_demand(units.index),
+            compute.num_fused(units.index),
+        )
+    uses = {stage.experts for stage in plan.stages}
+    for name in ExpertUse.__slots__:
+        assert len({getattr(use, name) for use in uses}) == 2, name
+
+
+@pytest.mark.parametrize(
+    ("compute", "names"),
+    [
+        ((), ["in the compute dtype"]),
+        (("moe.compute.backend=triton",), ["bf16 kept", "bf16 freed"]),
+        (
+            ("moe.compute.backend=triton", "moe.compute.fp8_transposed_on_demand=true"),
+            ["bf16 kept, FP8 turned on demand", "bf16 freed, FP8 turned on demand"],
+        ),
+        (("moe.compute.backend=triton", "train.precision=fp32"), ["bf16 kept"]),
+    ],
+)
+def test_without_kernels_experts_are_used_as_the_config_says(compute, names):
+    config = load([FULL], compute)
+    found = expert_variants(config)
+    assert [variant.name for variant in found] == names
+    block = 48 * 3 * 5120 * 2304
+    if "bf16 freed" in names:
+        kept, freed = (variant.static_bytes for variant in found)
+        assert kept - freed == 2 * block
+        assert kept == pytest.approx(2 * block, rel=3e-4)  # scales beside them
+
+
+def test_a_search_from_a_calibration_refuses_options_for_stages_by_number():
+    keys = ["moe.compute.backend=triton", "moe.compute.fp8_transposed_on_demand=[3]"]
+    with pytest.raises(ProjectionError, match=r"on_demand = \[3\] is for stages by number"):
+        expert_variants(load([FULL], keys))
 
 
 @pytest.mark.parametrize(
