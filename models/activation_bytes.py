@@ -74,10 +74,10 @@ def kept_fields(
     run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
     # Engram makes streams of its own, and in a low dtype it saves those that it gets as copies.
     kept = set() if run.is_low and spec.engram_parameters else {"streams"}
-    if dims.family == "v41":
+    if dims.hands_on_mix:
         kept.add("mix")
-        if spec.role in _SHARE_SLOTS and _slots_live_on(spec):
-            kept.add("slots")
+    if spec.role in _SHARE_SLOTS and _slots_live_on(spec):
+        kept.add("slots")
     return frozenset(kept)
 
 
@@ -168,6 +168,8 @@ def _norm(run: _Run, rows: int, width: int) -> int:
 def _residual(run: _Run) -> int:
     """All around a sublayer: coefficients, the mix of the collapse, norm, write-back. The streams
     are the carry's."""
+    if run.dims.residual_type != "mhc":
+        return _one_stream(run)
     dims, tokens, streams = run.dims, run.tokens, run.dims.num_streams
     own_mix = streams if dims.family == "v4" else 0  # in V4.1 it is the carry's
     if run.mhc == "triton":  # the norm's input and y; projection, two rms, post, comb
@@ -180,6 +182,15 @@ def _residual(run: _Run) -> int:
         + run.item * tokens * dims.hidden_size  # write-back: y, post
         + _FP32 * tokens * streams
     )
+
+
+def _one_stream(run: _Run) -> int:
+    """The norm's 1 / rms and y; with a gate 1 / rms again, the projection before and after it is
+    divided, the sigmoid, the gate. The kernel has one 1 / rms, the projection and the gate."""
+    per_token = 1
+    if run.dims.residual_type == "gated":
+        per_token = 3 if run.mhc == "triton" else 6
+    return run.tokens * (run.item * run.dims.hidden_size + _FP32 * per_token)
 
 
 def _coefficients(run: _Run) -> int:
@@ -346,8 +357,11 @@ def _swiglu(run: _Run, rows: int, width: int) -> int:
     return 3 * run.item * rows * width
 
 
-def _mhc_results(run: _Run) -> list[_Result]:
+def _residual_results(run: _Run) -> list[_Result]:
     """The projection of the streams, before it is scaled."""
+    if run.dims.residual_type != "mhc":
+        gate = _FP32 * run.tokens * (run.dims.residual_type == "gated")
+        return [_Result(SavePoint.PROJECTIONS, gate, True)]
     streams = run.dims.num_streams
     width = 2 * streams + streams * streams
     return [_Result(SavePoint.PROJECTIONS, _FP32 * run.tokens * width, True)]
@@ -360,7 +374,7 @@ def _moe_results(run: _Run) -> list[_Result]:
     rows, shared = tokens * dims.experts_per_token, dims.num_shared_experts * dims.expert_width
     experts, products = SavePoint.EXPERTS, SavePoint.PROJECTIONS
     return [
-        *_mhc_results(run),
+        *_residual_results(run),
         _Result(experts, item * rows * dims.hidden_size, True),
         _Result(experts, item * rows * 2 * dims.expert_width, True),
         _Result(experts, item * rows * dims.hidden_size, True),
@@ -382,7 +396,7 @@ def _attention_results(run: _Run, spec: UnitSpec, kernels: Set[AttentionOp]) -> 
     in_rows = dims.o_groups == 1 or AttentionOp.GROUPED_OUTPUT in kernels
     attended = AttentionOp.ATTENTION in kernels
     results = [
-        *_mhc_results(run),
+        *_residual_results(run),
         _Result(products, item * tokens * dims.q_lora_rank, True),
         # V4 normalises the heads; a low dtype is widened for that.
         _Result(products, item * heads, turned or (is_v4 and not run.is_low)),
@@ -461,12 +475,14 @@ def _head(run: _Run, kernel: str) -> int:
     total weight, or in chunks a log-sum-exp a token, or the logits' gradient."""
     dims, tokens = run.dims, run.tokens
     total = _norm(run, tokens, dims.hidden_size)
-    total += run.item * tokens * dims.hidden_size
+    if dims.residual_type == "mhc":  # else the norm reads the carry's stream
+        total += run.item * tokens * dims.hidden_size
     total += {
         "reference": _FP32 * (tokens * dims.vocab_size + 1),
         "chunked": _FP32 * tokens,
         "triton": run.item * tokens * dims.vocab_size,
     }[kernel]
-    if dims.family == "v4":  # streams, 1 / rms; projection, normalised, sigmoid, mix
+    if dims.family == "v4" and dims.residual_type == "mhc":
+        # streams, 1 / rms; projection, normalised, sigmoid, mix
         total += run.copy(run.streams) + _FP32 * tokens * (1 + 4 * dims.num_streams)
     return total

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -96,7 +96,7 @@ class ModelDims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_hash_layers: int = 0
     """V4: the first layers, whose experts follow from the token id."""
     num_streams: int = 4
-    """Residual streams [hc_mult]."""
+    """Residual streams [hc_mult]; 1 unless residual_type is mhc."""
     sinkhorn_iters: int = 20
     """Row and column normalisations of the stream mixing matrix."""
     mhc_eps: float = 1e-6
@@ -115,8 +115,9 @@ class ModelDims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Classes of the token map; equal to vocab_size: the map is the identity."""
     engram_pad_id: int = 2
     """Token that stands where an n-gram reaches before its document."""
-    residual_type: Literal["mhc"] = "mhc"
-    """How sublayers write to the residual."""
+    residual_type: Literal["mhc", "gated", "layerscale"] = "mhc"
+    """How sublayers write to the residual. mhc: to several streams, which they mix. gated: to one,
+    times mHC's post gate. layerscale: to one, times a gain a channel. Changes numerics."""
     quantize_cache: bool = False
     """V4.1: keys pass through the cache's FP8 and FP4 formats (changes numerics)."""
     balance_loss_weight: float = 1e-4
@@ -128,6 +129,11 @@ class ModelDims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def compressed_layers(self) -> tuple[int, ...]:
         """Layers with compressed keys."""
         return tuple(i for i, ratio in enumerate(self.compress_ratios) if ratio > 0)
+
+    @property
+    def hands_on_mix(self) -> bool:
+        """Whether a sublayer makes the weights with which the next one collapses the streams."""
+        return self.family == "v41" and self.residual_type == "mhc"
 
     @property
     def num_slots(self) -> int:
@@ -225,10 +231,18 @@ CROSSING = ("streams", "mix", "kv", "index_keys", "slots", "candidates")
 
 
 def preset(name: str) -> ModelDims:
-    """Sizes of a shipped model. Change some with `msgspec.structs.replace`. Raises ModelError."""
+    """Sizes of a shipped model. Change some with `changed`. Raises ModelError."""
     if name not in PRESETS:
         raise ModelError(f"there is no model {name!r}; there are {', '.join(PRESETS)}")
     return msgspec.convert(PRESETS[name], ModelDims)
+
+
+def changed(dims: ModelDims, **fields: Any) -> ModelDims:
+    """The dims with other values in some fields. A residual type that has one stream brings
+    `num_streams` = 1, unless that is given too."""
+    if fields.get("residual_type", "mhc") != "mhc":
+        fields.setdefault("num_streams", 1)
+    return msgspec.structs.replace(dims, **fields)
 
 
 def attention_role(dims: ModelDims, layer: int) -> Role:
@@ -383,7 +397,7 @@ def _ratio_in_force(dims: ModelDims, after: UnitSpec) -> int:
 def _draft(dims: ModelDims, kind: UnitKind, layer: int | None) -> UnitSpec:
     """A unit's spec without `live_after`."""
     role = Role.NONE
-    residual = frozenset({"streams", "mix"} if dims.family == "v41" else {"streams"})
+    residual = frozenset({"streams", "mix"} if dims.hands_on_mix else {"streams"})
     reads, writes, name = residual, residual, str(kind)
     if kind is UnitKind.EMBED:
         reads = frozenset()

@@ -46,6 +46,10 @@ def _size_problems(dims: ModelDims) -> list[str]:
         )
     if dims.norm_eps <= 0 or dims.mhc_eps <= 0:
         problems.append(f"norm_eps {dims.norm_eps} and mhc_eps {dims.mhc_eps} have to be above 0")
+    if dims.residual_type != "mhc" and dims.num_streams != 1:
+        problems.append(
+            f"num_streams is {dims.num_streams}; residual_type {dims.residual_type} has 1"
+        )
     if dims.balance_loss_weight < 0:
         problems.append(f"balance_loss_weight is {dims.balance_loss_weight}; it cannot be below 0")
     return problems

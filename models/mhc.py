@@ -133,6 +133,15 @@ class _Projection(torch.autograd.Function):
         return grad_streams, grad_weight, None, None
 
 
+def project(streams_BTSD: Tensor, projection: Linear, eps: float) -> Tensor:
+    """The flattened streams through fp32 weights, then divided by their rms: [B, T, outputs]."""
+    product, inverse = _Projection.apply(  # type: ignore[no-untyped-call]
+        streams_BTSD, projection.weight, projection.queue, eps
+    )
+    projected: Tensor = product * inverse
+    return projected
+
+
 class HyperConnection(nn.Module):
     """Streams -> the coefficients of one sublayer. All parameters stay fp32."""
 
@@ -157,13 +166,10 @@ class HyperConnection(nn.Module):
     def forward(self, streams_BTSD: Tensor) -> Coefficients:
         dims, num_streams = self.dims, self.dims.num_streams
         sizes = [num_streams, num_streams, num_streams**2]
-        product, inverse = _Projection.apply(  # type: ignore[no-untyped-call]
-            streams_BTSD, self.projection.weight, self.projection.queue, dims.norm_eps
-        )
-        projected = product * inverse
+        projected = project(streams_BTSD, self.projection, dims.norm_eps)
         scale = torch.cat([s.expand(n) for s, n in zip(self.scale, sizes, strict=True)])
-        pre, post, comb = (self.base + projected * scale).split(sizes, dim=-1)
-        comb = comb.unflatten(-1, (num_streams, num_streams))
+        pre, post, comb = torch.split(self.base + projected * scale, sizes, dim=-1)
+        comb = comb.view(*comb.shape[:-1], num_streams, num_streams)
         return Coefficients(
             pre_BTS=pre.sigmoid() + dims.mhc_eps,
             post_BTS=2 * post.sigmoid(),

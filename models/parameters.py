@@ -88,7 +88,15 @@ def _norm(name: str, width: int, **flags: bool) -> ParameterSpec:
     return ParameterSpec(f"{name}.weight", (width,), Part.VECTOR, **flags)
 
 
-def _mhc(dims: ModelDims) -> Iterable[ParameterSpec]:
+def _residual(dims: ModelDims) -> Iterable[ParameterSpec]:
+    if dims.residual_type == "gated":
+        yield _matrix("gated.projection", 1, dims.hidden_size, fp32=True)
+        yield ParameterSpec("gated.base", (1,), Part.VECTOR, fp32=True)
+        yield ParameterSpec("gated.scale", (1,), Part.VECTOR, fp32=True)
+        return
+    if dims.residual_type == "layerscale":
+        yield ParameterSpec("layerscale.scale", (dims.hidden_size,), Part.VECTOR, fp32=True)
+        return
     streams = dims.num_streams
     coefficients = 2 * streams + streams * streams
     yield _matrix("mhc.projection", coefficients, streams * dims.hidden_size, fp32=True)
@@ -97,7 +105,7 @@ def _mhc(dims: ModelDims) -> Iterable[ParameterSpec]:
 
 
 def _head(dims: ModelDims) -> Iterable[ParameterSpec]:
-    if dims.family == "v4":
+    if dims.family == "v4" and dims.residual_type == "mhc":
         width = dims.num_streams * dims.hidden_size
         yield _matrix("collapse.projection", dims.num_streams, width, fp32=True)
         yield ParameterSpec("collapse.base", (dims.num_streams,), Part.VECTOR, fp32=True)
@@ -109,7 +117,7 @@ def _head(dims: ModelDims) -> Iterable[ParameterSpec]:
 def _moe(dims: ModelDims) -> Iterable[ParameterSpec]:
     experts, width, hidden = dims.num_experts, dims.expert_width, dims.hidden_size
     shared = dims.num_shared_experts * width
-    yield from _mhc(dims)
+    yield from _residual(dims)
     yield _norm("norm", hidden)
     yield _matrix("moe.router.gate", experts, hidden, fp32=True)
     yield ParameterSpec("moe.experts.gate_up.weight", (experts, 2 * width, hidden), Part.EXPERTS)
@@ -121,7 +129,7 @@ def _moe(dims: ModelDims) -> Iterable[ParameterSpec]:
 def _attention_half(dims: ModelDims, role: str, layer: int) -> Iterable[ParameterSpec]:
     if layer in dims.engram_layers:
         yield from _engram(dims, layer)
-    yield from _mhc(dims)
+    yield from _residual(dims)
     yield _norm("norm", dims.hidden_size)
     yield from _attention(dims)
     ratio = dims.compress_ratios[layer]

@@ -18,7 +18,7 @@ from ppruntime.models.dims import ModelDims, Role, UnitKind, UnitSpec
 from ppruntime.models.engram import Engram
 from ppruntime.models.head import HeadLoss, whole_loss
 from ppruntime.models.linear import Linear
-from ppruntime.models.mhc import Coefficients, HyperConnection, collapse
+from ppruntime.models.mhc import Coefficients, collapse
 from ppruntime.models.mhc_v4 import HeadCollapse
 from ppruntime.models.moe import HERE, MoE, MoEOptions
 from ppruntime.models.norm import RMSNorm
@@ -45,7 +45,7 @@ class EmbedUnit(nn.Module):
         embedded_BTD = functional.embedding(batch.ids, self.weight)
         num_streams = self.dims.num_streams
         streams_BTSD = embedded_BTD.unsqueeze(2).expand(-1, -1, num_streams, -1).contiguous()
-        if self.dims.family == "v4":
+        if not self.dims.hands_on_mix:
             return carry._replace(streams=streams_BTSD)
         mix_BTS = torch.zeros(
             *batch.ids.shape, num_streams, device=batch.ids.device, dtype=torch.float32
@@ -73,7 +73,7 @@ class AttentionUnit(UsesResidual):
             if spec.layer in dims.engram_layers
             else None
         )
-        self.mhc = HyperConnection(dims, device=device, dtype=dtype)
+        self.add_connection(dims, device=device, dtype=dtype)
         self.norm = RMSNorm(dims.hidden_size, dims.norm_eps, device=device, dtype=dtype)
         self.attention = _attention(dims, spec.layer, device=device, dtype=dtype)
 
@@ -82,12 +82,12 @@ class AttentionUnit(UsesResidual):
         if self.engram is not None:
             streams_BTSD = self.engram(streams_BTSD, batch.ids, batch.positions, batch.masked)
         mix_BTS = _input_mix(self.dims, carry)
-        x_BTD, streams_BTSD, coefficients = self.residual.read(
-            self.mhc, self.norm, streams_BTSD, mix_BTS
+        x_BTD, streams_BTSD, weights = self.residual.read(
+            self.connection, self.norm, streams_BTSD, mix_BTS
         )
         y_BTD, carry = self.attention(x_BTD, carry, batch)
-        streams_BTSD = self.residual.write(streams_BTSD, y_BTD, coefficients)
-        return _passed_on(self.dims, self.spec, carry, streams_BTSD, coefficients)
+        streams_BTSD = self.residual.write(streams_BTSD, y_BTD, weights)
+        return _passed_on(self.dims, self.spec, carry, streams_BTSD, weights)
 
 
 class MoEUnit(UsesResidual):
@@ -104,7 +104,7 @@ class MoEUnit(UsesResidual):
     ) -> None:
         super().__init__()
         self.dims, self.spec = dims, spec
-        self.mhc = HyperConnection(dims, device=device, dtype=dtype)
+        self.add_connection(dims, device=device, dtype=dtype)
         self.norm = RMSNorm(dims.hidden_size, dims.norm_eps, device=device, dtype=dtype)
         self.moe = MoE(
             dims,
@@ -117,19 +117,19 @@ class MoEUnit(UsesResidual):
     def forward(self, carry: Carry, batch: MicroBatch) -> Carry:
         streams_BTSD = _streams(carry)
         mix_BTS = _input_mix(self.dims, carry)
-        x_BTD, streams_BTSD, coefficients = self.residual.read(
-            self.mhc, self.norm, streams_BTSD, mix_BTS
+        x_BTD, streams_BTSD, weights = self.residual.read(
+            self.connection, self.norm, streams_BTSD, mix_BTS
         )
         y_BTD, balance_loss, loads_E = self.moe(x_BTD, batch.ids)
         if balance_loss is not None and carry.balance_loss is not None:
             balance_loss = carry.balance_loss + balance_loss
         carry = carry._replace(balance_loss=balance_loss, loads=(*carry.loads, loads_E))
-        streams_BTSD = self.residual.write(streams_BTSD, y_BTD, coefficients)
-        return _passed_on(self.dims, self.spec, carry, streams_BTSD, coefficients)
+        streams_BTSD = self.residual.write(streams_BTSD, y_BTD, weights)
+        return _passed_on(self.dims, self.spec, carry, streams_BTSD, weights)
 
 
 class HeadUnit(nn.Module):
-    """Final norm, logits and the summed loss. V4 collapses the streams by a module of its own.
+    """Final norm, logits and the summed loss. V4 collapses mHC's streams by a module of its own.
 
     `loss_of` computes the loss: `head.whole_loss` unless a stage's builder puts another in.
     """
@@ -164,6 +164,9 @@ class HeadUnit(nn.Module):
     def _hidden(self, carry: Carry) -> Tensor:
         """[B, T, D]: the collapsed streams after the final norm."""
         streams_BTSD = _streams(carry)
+        if self.dims.residual_type != "mhc":
+            normed_BTD: Tensor = self.norm(streams_BTSD.squeeze(-2))
+            return normed_BTD
         mix_BTS = carry.mix if self.collapse is None else self.collapse(streams_BTSD)
         assert mix_BTS is not None, "the head has no mix in its carry"
         hidden_BTD: Tensor = self.norm(collapse(streams_BTSD, mix_BTS))
@@ -213,8 +216,9 @@ def _attention(
 def _head_collapse(
     dims: ModelDims, *, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> nn.Module | None:
-    """V4: streams [B, T, S, D] -> mix [B, T, S]; V4.1 uses the last sublayer's mix."""
-    if dims.family == "v41":
+    """V4: streams [B, T, S, D] -> mix [B, T, S]; V4.1 uses the last sublayer's mix. One stream is
+    what it is."""
+    if dims.family == "v41" or dims.residual_type != "mhc":
         return None
     return HeadCollapse(dims, device=device, dtype=dtype)
 
@@ -227,9 +231,9 @@ def _streams(carry: Carry) -> Tensor:
 
 
 def _input_mix(dims: ModelDims, carry: Carry) -> Tensor | None:
-    """Weights that collapse the streams: the sublayer before computed them, or in V4 this one,
-    None."""
-    if dims.family == "v4":
+    """Weights that collapse the streams: the sublayer before computed them; None in V4, where this
+    one does, and where there is one stream."""
+    if not dims.hands_on_mix:
         return None
     assert carry.mix is not None, "a V4.1 unit has no mix in its carry"
     return carry.mix
@@ -240,11 +244,11 @@ def _passed_on(
     spec: UnitSpec,
     carry: Carry,
     streams_BTSD: Tensor,
-    coefficients: Coefficients,
+    weights: Coefficients | Tensor,
 ) -> Carry:
     """The carry after a sublayer: its streams, its mix, and of the rest what is alive."""
     dead: dict[str, Any] = {field: None for field in CROSSING if field not in spec.live_after}
     return carry._replace(
         streams=streams_BTSD,
-        mix=coefficients.pre_BTS if dims.family == "v41" else None,
+        mix=weights.pre_BTS if isinstance(weights, Coefficients) and dims.hands_on_mix else None,
     )._replace(**dead)

@@ -267,7 +267,7 @@ def build_stage(
         if isinstance(unit, HeadUnit):
             unit.loss_of = head_loss(config.kernels.head, ranks.device)
         if isinstance(unit, UsesResidual):
-            unit.residual = residual(config.kernels.mhc, ranks.device)
+            unit.residual = residual(config.kernels.mhc, ranks.device, dims.residual_type)
         set_kernels(unit, kernels)
         use_linears(unit, linears, config)
         units.append(unit)

@@ -25,7 +25,7 @@ from ppruntime.config_errors import (
 )
 from ppruntime.config_keys import TRAIN_KEYS_OF_DIMS, Config, Model, Section
 from ppruntime.config_rules import broken_rules
-from ppruntime.models.dims import ModelDims, preset
+from ppruntime.models.dims import ModelDims, changed, preset
 from ppruntime.models.presets import PRESETS
 from ppruntime.toml_places import KeyPath, key_lines
 
@@ -141,7 +141,7 @@ class Reading:
             name = _STAND_IN
         if any(key.startswith("model") for key in self.wrong_keys):
             self.wrong_keys.add("model")  # whatever is asked of the dims, the answer is in doubt
-        return Model(name=name, dims=replace(preset(name), **values))
+        return Model(name=name, dims=changed(preset(name), **values))
 
     def _values(
         self, types: Mapping[str, Any], table: Any, path: tuple[str, ...]

@@ -1,5 +1,5 @@
-"""Compiles the kernels of the head and of mHC for sm_90, without a GPU, at V4.1's width; with --all
-at V4's too.
+"""Compiles the kernels of the head, of mHC and of one stream in its place for sm_90, without a GPU,
+at V4.1's width; with --all at V4's too.
 
 Prints what came out, as JSON. Needs Triton imported without TRITON_INTERPRET: run it in a process
 of its own.
@@ -14,7 +14,7 @@ from dataclasses import asdict
 import torch
 from offline_compile import Compiled, captured
 
-from ppruntime.models.kernels import head, mhc
+from ppruntime.models.kernels import head, mhc, single_stream
 
 NUM_TOKENS, NUM_STREAMS = 8192, 4
 
@@ -53,10 +53,27 @@ def compile_mhc(width: int, own_mix: bool) -> list[Compiled]:
     return found
 
 
+def compile_one_stream(width: int, gated: bool) -> list[Compiled]:
+    fp32 = torch.float32
+    stream, gain = meta(NUM_TOKENS, width), meta(width)
+    weights = (meta(1, width, dtype=fp32), meta(1, dtype=fp32), meta(1, dtype=fp32))
+    of_gate = weights if gated else (None, None, None)
+    with captured() as found:
+        x, inverse, projected, gate = single_stream._read._init_fn(stream, gain, *of_gate, 1e-20)
+        factor = gate if gated else meta(width, dtype=fp32)
+        single_stream._write._init_fn(stream, x, factor, gated)
+        single_stream._write_backward._init_fn(stream, x, factor, gated)
+        to_gate = (projected, gate) if gated else (None, None)
+        single_stream._read_backward._init_fn(x, stream, stream, gain, inverse, *of_gate, *to_gate)
+    return found
+
+
 def main() -> None:
     kernels = {
         "head": compile_head(129_280),
         "mhc 5120": compile_mhc(5120, own_mix=False),
+        "gated 5120": compile_one_stream(5120, gated=True),
+        "layerscale 5120": compile_one_stream(5120, gated=False),
     }
     if "--all" in sys.argv:
         kernels["mhc 4096, own mix"] = compile_mhc(4096, own_mix=True)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from ppruntime.models import sparse_attention
 from ppruntime.models.activation_bytes import kept_fields, kept_results, saved_bytes
 from ppruntime.models.carry import Carry, MicroBatch
-from ppruntime.models.dims import ModelDims, UnitSpec, preset, unit_specs
+from ppruntime.models.dims import ModelDims, UnitSpec, changed, preset, unit_specs
 from ppruntime.models.init import init_parameters
 from ppruntime.models.units import build_unit
 
@@ -63,6 +63,9 @@ OTHER_DIMS = [
     ("tiny", {"num_streams": 3, "sinkhorn_iters": 1, "rope_dim": 8, "o_groups": 1}),
     ("tiny", {"index_sources": (2, 4, 6, 7), "engram_layers": (0,), "engram_max_order": 3}),
     ("tiny", {"candidate_source": None, "compress_ratios": (0, 0, 3, 3, 5, 5, 5, 5)}),
+    ("tiny", {"residual_type": "gated"}),
+    ("tiny", {"residual_type": "layerscale"}),
+    ("tiny-v4", {"residual_type": "gated"}),
     ("tiny-v4", {"balance_loss_weight": 0.0, "num_hash_layers": 0}),
     ("tiny-v4", {"force_balanced_routing": True, "head_dim": 48, "experts_per_token": 3}),
     ("tiny-v4", {"num_streams": 2, "sinkhorn_iters": 2, "num_shared_experts": 2, "window": 5}),
@@ -72,7 +75,7 @@ OTHER_DIMS = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("name", "changes"), OTHER_DIMS)
 def test_the_formula_follows_every_size(name, changes, dtype):
-    dims = replace(preset(name), **{"sinkhorn_iters": 3, **changes})
+    dims = changed(preset(name), **{"sinkhorn_iters": 3, **changes})
     assert_formula_is_exact(dims, one_of_each_kind(dims), 2, 61, dtype)
 
 
