@@ -372,7 +372,9 @@ class Fault(Section, frozen=True):
     numerics."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss or gradient norm that is not finite does: stop the run before the update, or skip
-    the update. Changes numerics."""
+    the update and go on with the next step's data. Changes numerics."""
+    nonfinite_max: Count = 3
+    """skip: updates that may be skipped in a row; one more stops the run. No numerics."""
 
 
 class Config(Section, frozen=True):

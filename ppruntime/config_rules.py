@@ -21,6 +21,7 @@ from ppruntime.config_keys import (
     Config,
     Data,
     ExpertCompute,
+    Fault,
     Optim,
     Pipeline,
     Section,
@@ -55,7 +56,6 @@ _NOT_BUILT = (
     _NotBuilt("optim.type", ("adamw", "sign_sgd"), 'use "adamw" or "sign_sgd"'),
     _NotBuilt("moe.dispatch.type", ("torch",), 'use "torch"'),
     _NotBuilt("kernels.engram", ("reference",), 'use "reference"'),
-    _NotBuilt("fault.nonfinite", ("stop",), 'use "stop"'),
 )
 
 
@@ -426,6 +426,16 @@ def _sign_sgd(config: Config) -> Iterator[Broken]:
         )
 
 
+def _nonfinite_max(config: Config) -> Iterator[Broken]:
+    fault, key = config.fault, "fault.nonfinite_max"
+    if fault.nonfinite != "skip" and fault.nonfinite_max != Fault().nonfinite_max:
+        yield (
+            key,
+            f"{key} = {fault.nonfinite_max} has no effect on fault.nonfinite ="
+            f' {show(fault.nonfinite)}; leave it out, or use "skip"',
+        )
+
+
 def _learning_rate(config: Config) -> Iterator[Broken]:
     optim = config.optim
     if optim.min_lr > optim.lr:
@@ -545,6 +555,7 @@ _RULES: tuple[Rule, ...] = (
     _made_up_data,
     _evaluation,
     _sign_sgd,
+    _nonfinite_max,
     _learning_rate,
     _learning_rate_warmup,
     _routing,

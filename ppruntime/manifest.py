@@ -39,6 +39,10 @@ class TrainingState:
     """Tokens trained on since the run's beginning."""
     config_digest: str
     """Digest of the resolved configuration that wrote it."""
+    skipped: int = 0
+    """Steps of the run whose update was skipped, see `fault.nonfinite`."""
+    skipped_in_a_row: int = 0
+    """Of these, those up to the last step; 0 if that was updated."""
     layout: str
     """Words on pipeline size, cut and data ranks, for people; any other layout can load it."""
 

@@ -16,12 +16,13 @@ from ppruntime.ledger import MeasuredMemory
 from ppruntime.manifest import CheckpointError, TrainingState, find
 from ppruntime.metrics import MetricsLog, ProgressLine, StepMetrics, mfu, peak_flops
 from ppruntime.models.dims import counts
+from ppruntime.nonfinite import NonFiniteError
 from ppruntime.ranks import Ranks
 from ppruntime.run_dir import ExitCode, RunDir, RunDirError, Status
 from ppruntime.schedules.ops import ScheduleError
 from ppruntime.termination import InterruptedTwiceError, StoppedError
 from ppruntime.token_file import DataError
-from ppruntime.trainer import NonFiniteError, StepResult
+from ppruntime.trainer import StepResult
 from ppruntime.transports.agree import DisagreementError
 from ppruntime.transports.base import TransportError
 
@@ -117,6 +118,7 @@ class Reporter:
         self._record = record
         self._num_devices = ranks.layout.world
         self._tokens_per_step = config.global_batch_size * config.train.seq_len
+        self._max_skips = config.fault.nonfinite_max
         self._flops_per_token = counts(config.model.dims).flops_per_token
         self._device_flops = (
             peak_flops(torch.cuda.get_device_name(ranks.device))
@@ -171,8 +173,15 @@ class Reporter:
             max_loads=result.max_loads,
             val_loss=val_loss,
             memory=memory,
+            skipped_in_a_row=result.skipped_in_a_row,
         )
         self._log.write(metrics)
+        if result.skipped_in_a_row:
+            self.note(
+                f"skipped the update of step {done}, {result.skipped_in_a_row} of"
+                f" {self._max_skips} allowed in a row: loss {result.loss}, gradient norm"
+                f" {result.grad_norm}"
+            )
         self._progress.update(metrics)
 
     def note(self, text: str) -> None:

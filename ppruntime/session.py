@@ -24,6 +24,7 @@ from ppruntime.ledger import out_of_memory_text
 from ppruntime.manifest import CheckpointError, TrainingState, find
 from ppruntime.memory_meter import MemoryMeter
 from ppruntime.messages import any_rank, broadcast_bytes, first_complaint
+from ppruntime.nonfinite import Skips
 from ppruntime.profiling import align_clocks, gather_step, write_timeline
 from ppruntime.ranks import Layout, Ranks, check_world, join, leave, started_rank
 from ppruntime.reporting import FORESEEN, LOSS_SECONDS, Record, Reporter, exit_code, tell
@@ -185,6 +186,7 @@ def _resume(config: Config, ranks: Ranks, directory: Path, trainer: Trainer) -> 
     try:
         state = checkpoint.load(latest, trainer.state_tensors(), group=ranks.world_group)
         trainer.weights_changed()
+        trainer.skips = Skips(state.skipped, state.skipped_in_a_row)
         return state
     except CheckpointError as error:
         if len(found.committed) > 1:
@@ -276,6 +278,8 @@ class _Loop:
             data_cursor=cursor,
             tokens=cursor * config.train.seq_len,
             config_digest=digest(config),
+            skipped=self.trainer.skips.total,
+            skipped_in_a_row=self.trainer.skips.in_a_row,
             layout=(
                 f"pp {config.pp.size} x dp {config.parallel.dp} x ep {config.parallel.ep}, layers"
                 f" per stage {[stage.num_layers for stage in self.trainer.pipeline.plan]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,9 +14,11 @@ from ppruntime.apply_in_backward import ApplyInBackward
 from ppruntime.build import Pipeline
 from ppruntime.config import Config
 from ppruntime.data import Batches
+from ppruntime.messages import any_rank
 from ppruntime.models.carry import MicroBatch
 from ppruntime.models.dims import UnitKind, unit_specs
 from ppruntime.models.router import Router, updated_bias
+from ppruntime.nonfinite import Skips, is_finite
 from ppruntime.optim import clip_, global_norm, lr_at, make_adamw, set_lr, state_tensors
 from ppruntime.optim.sign_sgd import SignSGD, make_sign_sgd
 from ppruntime.ranks import Ranks
@@ -25,11 +26,6 @@ from ppruntime.wrap import hold_gradients, reduce_grads
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 """The optimizer's tensors that have their parameter's shape."""
-
-
-class NonFiniteError(ArithmeticError):
-    """A loss or gradient norm is not a finite number. The weights are those of the step before,
-    unless they are updated in the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +41,8 @@ class StepResult:
     lr: float
     max_loads: tuple[float, ...]
     """The busiest expert's tokens over the mean, by MoE layer of the whole model; 1 is balanced."""
+    skipped_in_a_row: int = 0
+    """Steps up to this one whose update was skipped, see `fault.nonfinite`; 0: it was updated."""
 
     @property
     def max_load(self) -> float:
@@ -57,6 +55,8 @@ class Trainer:
 
     def __init__(self, config: Config, ranks: Ranks, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
+        self.skips = Skips()
+        """Of the run so far: whoever resumes it sets them."""
         self._config = config
         self._ranks = ranks
         optim = config.optim
@@ -115,7 +115,8 @@ class Trainer:
     def step(self, index: int, data: Batches) -> StepResult:
         """Forward, backward and update of step `index`, counted from 0.
 
-        Raises NonFiniteError, on every rank and before the update, if loss or norm is not finite.
+        If loss or norm is not finite on some rank, every rank skips the update, or raises
+        NonFiniteError before it (with updates in the backward, behind them).
         """
         pipeline, num_valid = self.pipeline, max(1, data.num_valid(index))
         units = [unit for _, unit in pipeline.units]
@@ -140,13 +141,18 @@ class Trainer:
             freed=applied.squares if applied else None,
             device=self._ranks.device,
         )
-        lr = self._update(index, loss, norm)
+        skips = self._skips(index, loss, float(norm))
+        if skips:
+            self._optimizer.zero_grad(set_to_none=True)
+        else:
+            self._update(index, norm)
         return StepResult(
             loss=loss,
             balance_loss=balance_loss,
             grad_norm=float(norm),
-            lr=lr,
-            max_loads=self._settle_routing(),
+            lr=self._lr(index),
+            max_loads=self._settle_routing(moves=not skips),
+            skipped_in_a_row=self.skips.in_a_row,
         )
 
     def evaluate(self, data: Batches, num_steps: int) -> float:
@@ -200,25 +206,27 @@ class Trainer:
             return loss / num_valid, None
         return loss / num_valid, balance / (self._sequences_per_rank * num_data_ranks)
 
-    def _update(self, index: int, loss: float, norm: Tensor) -> float:
-        """Clips and updates; gives the learning rate."""
+    def _skips(self, index: int, loss: float, norm: float) -> bool:
+        """Whether the step is not finite and is to be skipped; raises where it may not be. Loss and
+        norm are sums over all ranks; where ranks could go on with different weights they vote."""
+        is_bad = not is_finite(loss, norm)
+        if self._config.fault.nonfinite == "skip":
+            is_bad = any_rank(is_bad, self._ranks.world_group)
+        if is_bad:
+            self.skips.note(self._config, index, loss, norm)
+        else:
+            self.skips.in_a_row = 0
+        return is_bad
+
+    def _update(self, index: int, norm: Tensor) -> None:
+        """Clips and updates."""
         optim, params = self._config.optim, self.pipeline.params
-        for what, value in (("loss", loss), ("gradient norm", float(norm))):
-            if not math.isfinite(value):
-                weights = f"the weights are still those of step {index}"
-                if optim.apply_in_backward:
-                    weights = "the weights have moved in the backward already, save nothing"
-                raise NonFiniteError(
-                    f"step {index + 1}: the {what} is {value}; {weights}, a lower optim.lr may help"
-                )
         if optim.clip_norm is not None:
             clip_(params.values(), optim.clip_norm, norm)
-        lr = self._lr(index)
-        set_lr(self._optimizer, lr)
+        set_lr(self._optimizer, self._lr(index))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.weights_changed()
-        return lr
 
     def _lr(self, index: int) -> float:
         optim = self._config.optim
@@ -230,9 +238,9 @@ class Trainer:
             num_steps=self._config.train.steps,
         )
 
-    def _settle_routing(self) -> tuple[float, ...]:
-        """Moves the routing biases against the step's loads, if wanted; gives each layer's worst
-        load."""
+    def _settle_routing(self, *, moves: bool) -> tuple[float, ...]:
+        """Moves the routing biases against the step's loads, if wanted and if the step `moves`
+        anything; gives each layer's worst load."""
         rate, loads = self._config.train.routing_bias_rate, self._loads()
         names = [s.name for s in unit_specs(self.pipeline.dims) if s.kind is UnitKind.MOE]
         worst = torch.zeros(len(names), dtype=torch.float64, device=self._ranks.device)
@@ -241,7 +249,7 @@ class Trainer:
                 load = loads[spec.name]
                 worst[names.index(spec.name)] = load.max() / load.double().mean()
                 router = _router(unit)
-                if rate and not router.by_token_id:
+                if moves and rate and not router.by_token_id:
                     router.bias.copy_(updated_bias(router.bias, load, rate))
         dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._ranks.pipeline_group)
         return tuple(worst.tolist())

@@ -402,6 +402,11 @@ RULES = [
         "run.timeline_step = 30 is never reached, steps are numbered 0 to 29; leave it out for the "
         "last one",
     ),
+    (
+        "fault.nonfinite_max=5",
+        'fault.nonfinite_max = 5 has no effect on fault.nonfinite = "stop"; leave it out, or use '
+        '"skip"',
+    ),
     ('run.dir=""', 'run.dir = "" is not a path; it is empty or has unprintable characters'),
     ("model.num_heads=3", "model: o_groups 2 does not divide num_heads 3"),
     (
@@ -433,7 +438,6 @@ def _split(overrides):
 UNBUILT = [
     ("optim.type=muon", '"muon"', 'use "adamw" or "sign_sgd"'),
     ("moe.dispatch.type=deep_ep", '"deep_ep"', 'use "torch"'),
-    ("fault.nonfinite=skip", '"skip"', 'use "stop"'),
 ]
 
 
