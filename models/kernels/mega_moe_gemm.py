@@ -1,0 +1,186 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# (kernels are typed by Triton, at launch)
+"""Grouped GEMMs of the fused MoE layer, in FP8 or bf16: they wait for rows, and send them home.
+
+    waiting   a block of rows is multiplied as soon as its flag says that it is there
+    pushing   the result goes to the place of the row's pair at its source, whichever rank that is
+
+One kernel; the two ends are options of it. Each pair has a place of its own, so nothing is added
+up on the way and the bits do not depend on who comes first. bf16 is summed in fp32 by the tensor
+cores; FP8 as in `grouped_gemm`, 128 values of K at a time.
+
+Shape letters: R pool rows, B = R/128, L experts here, O and I output and input width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ppruntime.models.kernels.grouped_gemm import (
+    FORWARD_TILE,
+    Tile,
+    _all_sms,
+    _num_programs,
+    _tile_place,
+    grouped_gemm_reference,
+)
+from ppruntime.models.kernels.mega_moe import LATE_PART, PARTS, Peers, proxy_fence, wait_until
+from ppruntime.models.kernels.moe_layout import Layout
+from ppruntime.models.kernels.quantize import GROUP, Quantized
+from ppruntime.models.kernels.rounding import INTERPRETED, to_bf16
+
+BF16_TILE = Tile(rows=128, columns=256, num_warps=8, num_stages=3, group=8)
+"""One program on a multiprocessor. Not tuned on a GPU yet."""
+_BF16_STEP = 64
+
+
+class Ready(NamedTuple):
+    """What the rows wait for."""
+
+    flag_B: Tensor
+    """See `mega_moe.PulledRows`."""
+    peers: Peers
+
+
+class Homes(NamedTuple):
+    """Where the results go: row `pair` of the bf16 rows [pairs, O] that begin `offset` bytes into
+    the arena of the row's source."""
+
+    home_R: Tensor
+    peers: Peers
+    offset: int
+    most_pairs: int
+
+
+@triton.jit
+def _factor(x):
+    """A bf16 operand; the interpreter would multiply its bits as integers."""
+    return x.to(tl.float32) if INTERPRETED else x
+
+
+@triton.jit
+def _mega_gemm(
+    x_desc, w_desc, y_desc, x_scale_ptr, w_scale_ptr, expert_ptr, start_ptr, count_ptr, R,
+    flag_ptr, error_ptr, limit, late,
+    home_ptr, bases_ptr, offset, most_pairs,
+    OUTS: tl.constexpr, INS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr, GROUP_ROWS: tl.constexpr, PARTS: tl.constexpr,
+    FP8: tl.constexpr, TURNED: tl.constexpr, WAIT: tl.constexpr, PUSH: tl.constexpr,
+):  # fmt: skip
+    NUM_COLUMNS: tl.constexpr = OUTS // COLUMNS
+    num_rows = R // ROWS
+    for tile in range(tl.program_id(0), num_rows * NUM_COLUMNS, tl.num_programs(0)):
+        row_block, column_block = _tile_place(tile, num_rows, NUM_COLUMNS, GROUP_ROWS)
+        row = row_block * ROWS
+        column = column_block * COLUMNS
+        expert = tl.load(expert_ptr + row // 128)
+        end = tl.load(start_ptr + expert) + tl.load(count_ptr + expert)
+        if row < end:  # a half block may be all padding
+            if WAIT:
+                wait_until(flag_ptr + row // 128, PARTS, error_ptr, late, limit, "gpu")
+                proxy_fence()
+                tl.debug_barrier()
+            rows = row + tl.arange(0, ROWS)
+            total = tl.zeros([ROWS, COLUMNS], tl.float32)
+            if FP8:
+                w_scales = w_scale_ptr + (expert * (OUTS // 128) + column // 128) * (INS // 128)
+                for group in range(INS // 128):
+                    x = x_desc.load([row, group * 128])
+                    w = w_desc.load([expert * OUTS + column, group * 128])
+                    scale = tl.load(x_scale_ptr + group * R + rows) * tl.load(w_scales + group)
+                    total += tl.dot(x, w.T) * scale[:, None]
+            elif TURNED:
+                for first in range(0, INS, STEP):
+                    x = x_desc.load([row, first])
+                    w = w_desc.load([expert * INS + first, column])
+                    total = tl.dot(_factor(x), _factor(w), total)
+            else:
+                for first in range(0, INS, STEP):
+                    x = x_desc.load([row, first])
+                    w = w_desc.load([expert * OUTS + column, first])
+                    total = tl.dot(_factor(x), _factor(w).T, total)
+            y = to_bf16(total)
+            if PUSH:
+                home = tl.load(home_ptr + rows)
+                live = home >= 0
+                home = tl.maximum(home, 0)
+                base = tl.load(bases_ptr + home // most_pairs)
+                place = base + offset + (home % most_pairs).to(tl.int64) * (2 * OUTS)
+                target = tl.multiple_of(place.to(tl.pointer_type(tl.bfloat16)), [16])
+                columns = column + tl.arange(0, COLUMNS)
+                tl.store(target[:, None] + columns[None, :], y, mask=live[:, None])
+            else:
+                y_desc.store([row, column], y)
+
+
+def mega_gemm(
+    x: Quantized | Tensor,
+    weights: Quantized | Tensor,
+    layout: Layout,
+    *,
+    turned: bool = False,
+    ready: Ready | None = None,
+    homes: Homes | None = None,
+    tile: Tile | None = None,
+    gemm_sms: int | None = None,
+) -> Tensor | None:
+    """y[r] = W_e x[r], e the expert of row r: [R, O] bf16, or None if the rows go to their `homes`.
+
+    FP8: x in row groups with scale [G, R], weights [L, O, I] in blocks. bf16: x [R, I], weights
+    [L, O, I] or, `turned`, [L, I, O]. Rows of padding hold garbage where they could be skipped.
+    The bits depend neither on the tile's rows and columns nor on `gemm_sms`.
+    """
+    x_data, x_scale = x if isinstance(x, tuple) else (x, x)
+    w_data, w_scale = weights if isinstance(weights, tuple) else (weights, weights)
+    fp8 = isinstance(x, tuple)
+    assert not (fp8 and turned), "FP8 weights are turned beforehand"
+    rows, ins = x_data.shape
+    here, outs = len(w_data), w_data.shape[2 if turned else 1]
+    y_RO = None if homes else x_data.new_empty(rows, outs, dtype=torch.bfloat16)
+    if not rows:
+        return y_RO
+    tile = tile or (FORWARD_TILE if fp8 else BF16_TILE)
+    columns = tile.columns if outs % tile.columns == 0 else GROUP
+    step = GROUP if fp8 else _BF16_STEP
+    y_desc = None if y_RO is None else TensorDescriptor.from_tensor(y_RO, [tile.rows, columns])
+    w_block = [step, columns] if turned else [columns, step]
+    peers = ready.peers if ready else None
+    num_tiles = (rows // tile.rows) * (outs // columns)
+    _mega_gemm[(_num_programs(num_tiles, tile, gemm_sms or _all_sms(x_data)),)](
+        TensorDescriptor.from_tensor(x_data, [tile.rows, step]),
+        TensorDescriptor.from_tensor(w_data.view(-1, w_data.shape[2]), w_block),
+        y_desc, x_scale if fp8 else None, w_scale if fp8 else None,
+        layout.expert_B, layout.start_E1, layout.count_E, rows,
+        ready.flag_B if ready else None, peers.error if peers else None,
+        peers.limit if peers else 0, LATE_PART,
+        homes.home_R if homes else None, homes.peers.bases_P if homes else None,
+        homes.offset if homes else 0, homes.most_pairs if homes else 1,
+        outs, ins, tile.rows, columns, step, tile.group, PARTS,
+        fp8, turned, ready is not None, homes is not None,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    assert here
+    return y_RO
+
+
+def mega_gemm_reference(
+    x: Quantized | Tensor, weights: Quantized | Tensor, layout: Layout, *, turned: bool = False
+) -> Tensor:
+    """[R, O] bf16, summed in fp32; 0 in blocks without an expert."""
+    if isinstance(x, tuple):
+        assert isinstance(weights, tuple)
+        return grouped_gemm_reference(x, weights, layout).bfloat16()
+    assert isinstance(weights, Tensor)
+    weight_LIO = weights if turned else weights.transpose(1, 2)
+    y_RO = x.new_zeros(len(x), weight_LIO.shape[2])
+    for block, expert in enumerate(layout.expert_B.tolist()):
+        rows = slice(block * GROUP, (block + 1) * GROUP)
+        if expert >= 0:
+            y_RO[rows] = (x[rows].float() @ weight_LIO[expert].float()).to(x.dtype)
+    return y_RO

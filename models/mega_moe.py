@@ -1,0 +1,554 @@
+"""The fused MoE layer: dispatcher `mega_moe`. Dispatch, experts and combine without an exchange
+between them: ranks read each other's tokens and write each other's results.
+
+    write x, pairs by expert, weights into the arena; counts to all ranks, on the host
+    meet      find rows and pull them into the pool, in order    \\ beside each other: a block is
+              z = x W13^T                                        / multiplied once it is there
+              h = p silu(min(g, l)) clamp(u)
+              h W2^T, each row straight to its pair's place at its source
+    meet      y = sum over k, fp32, k ascending
+
+    write dy into the arena
+    meet      pull it beside d = dy W2                            (in FP8 only with `fp8_grad`)
+              dp, dg, du, h from z and d
+              [dg | du] W13, each row to its pair's place; dp to its pair
+    meet      dx = sum over k; weight gradients after that, or in the queue
+
+In bf16 with the readable experts' parameters, or in FP8 with `Fp8Experts`, whose rows then travel
+in FP8: the scales are the same wherever x is quantised. Every row has one place and every sum one
+order, so nothing depends on timing; pools are in the order of one process that has all ranks'
+tokens one after another, and with it the FP8 experts agree bitwise in all.
+
+No rank waits for ever: counts are exchanged on the host within the exchange's limit, all device
+waits are bounded (`kernels.mega_moe`), and what a rank gave up on goes out with the next counts, so
+that all ranks raise alike; `check` asks after a step's last layer. Shape letters: N tokens here,
+K experts per token, E experts, L experts here, P ranks, R pool rows, D model width, F inner width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from ppruntime.models.dispatch import AnyExperts, Exchange
+from ppruntime.models.experts import Experts
+from ppruntime.models.fp8_experts import ExpertWeights, Fp8Experts, MicroBatch
+from ppruntime.models.kernels.mega_moe import (
+    PulledRows,
+    empty_pool,
+    find_rows,
+    pull_rows,
+    push_values,
+)
+from ppruntime.models.kernels.mega_moe_gemm import Homes, Ready, mega_gemm
+from ppruntime.models.kernels.mega_moe_swiglu import swiglu_bf16, swiglu_bf16_backward
+from ppruntime.models.kernels.moe_layout import Layout, expert_layout, gather_sum, most_rows
+from ppruntime.models.kernels.quantize import (
+    GROUP,
+    Quantized,
+    quantize_routed,
+    quantize_rows,
+    transpose_blocks,
+)
+from ppruntime.models.kernels.swiglu import swiglu, swiglu_backward
+from ppruntime.models.linear import now_or_later
+from ppruntime.models.mega_moe_arena import Arena, MeetingError, error_text
+from ppruntime.models.mega_moe_plan import make_plan, unpacked
+from ppruntime.models.precision import widened
+from ppruntime.models.router import Routing
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator[Tensor | None, Tensor | None, T]
+"""A pass of one rank. It yields counts [E + 1], to be sent [P, E + 1] of all ranks on the host, or
+None where all ranks have to meet."""
+Matrices: TypeAlias = "tuple[Quantized, Quantized] | tuple[Tensor, Tensor]"
+"""Weights of gate and up [L, 2F, D], and of down [L, D, F]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegaMoeOptions:
+    """How rows travel. Unless said otherwise an option changes no bit."""
+
+    num_sms: int = 20
+    """Multiprocessors that pull rows; the products that run beside it take the others."""
+    gemm_sms: int | None = None
+    """Multiprocessors for all of it; None: the device's."""
+    capacity_factor: float | None = None
+    """Most rows of a rank over its fair share, see `mega_moe_plan`; None: whatever comes."""
+    fp8_grad: bool = False
+    """FP8 experts: gradients travel in FP8 too, with power-of-two scales. Changes numerics."""
+
+
+class Kept(NamedTuple):
+    """What a forward leaves to its backward."""
+
+    z_RC: Tensor | None
+    """What the first product gave; None: to be computed again."""
+    rows: Tensor
+    """x in the pool, bf16 or E4M3."""
+    scale_RG: Tensor
+    """Scales of E4M3 rows; empty in bf16."""
+    home_R: Tensor
+    pair_R: Tensor
+    weight_R: Tensor
+    place_NK: Tensor
+    """int32 place of each pair; -1 where it is routed nowhere."""
+    packed: Tensor
+    """The plan, see `mega_moe_plan.unpacked`."""
+    bounds: Tensor
+    """On the host: first row of each expert here, then their numbers of rows."""
+
+
+class Gradients(NamedTuple):
+    """What a backward gives."""
+
+    x_ND: Tensor
+    weights_NK: Tensor
+    operands: MicroBatch | Bf16MicroBatch
+    """Of the weight gradients."""
+
+
+class Bf16MicroBatch(NamedTuple):
+    """What the weight gradients of one micro-batch are computed from, all in the pool."""
+
+    x_RD: Tensor
+    gate_up_grad_RC: Tensor
+    inner_RF: Tensor
+    grad_RD: Tensor
+    bounds: Tensor
+
+
+class MegaMoe:
+    """Fused dispatch, experts and combine over the ranks of an exchange, which carries the counts;
+    the rows go through the arena. Triton's kernels: on CUDA, or interpreted."""
+
+    def __init__(self, exchange: Exchange, arena: Arena, options: MegaMoeOptions) -> None:
+        self.exchange, self.arena, self.options = exchange, arena, options
+        device = arena.error.device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # Of high priority: what it pulls is waited for.
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        _DISPATCHERS[exchange.name] = self
+
+    def held(self, num_experts: int) -> range:
+        share = num_experts // self.exchange.num_ranks
+        return range(self.exchange.rank * share, (self.exchange.rank + 1) * share)
+
+    def routed(
+        self, experts: AnyExperts, x_ND: Tensor, routing: Routing, counts_E: Tensor
+    ) -> Tensor:
+        del counts_E  # the layout counts them anyway
+        y_ND = _MegaMoe.apply(  # type: ignore[no-untyped-call]
+            x_ND,
+            routing.weights_NK,
+            experts.gate_up.weight,
+            experts.down.weight,
+            routing.experts_NK,
+            experts,
+            self,
+        )
+        return widened(y_ND)
+
+    def check(self) -> None:
+        """Raises MeetingError if a wait on the device took too long. A collective; the host waits
+        for the device. After a step's last layer, before its gradients are used."""
+        codes_P1 = self._gather(self.arena.error)
+        self._refuse(codes_P1[:, 0])
+
+    def run(self, steps: Steps[T]) -> T:
+        """Runs one pass together with the other ranks."""
+        answer = None
+        while True:
+            try:
+                asked = steps.send(answer)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            if asked is None:
+                self.arena.meet()
+                answer = None
+            else:
+                answer = self._gather(asked)
+
+    def forward_steps(
+        self,
+        x_ND: Tensor,
+        experts_NK: Tensor,
+        weights_NK: Tensor,
+        matrices: Matrices,
+        limit: float,
+        *,
+        power_of_two: bool,
+    ) -> Steps[tuple[Tensor, Kept]]:
+        """y [N, D], fp32 or, of FP8 experts, rounded to x's dtype as they round; and what the
+        backward needs. experts_NK: counted over all ranks' experts, -1 for nowhere."""
+        arena, num_tokens = self.arena, len(x_ND)
+        shape = arena.shape
+        assert num_tokens <= shape.most_tokens, (num_tokens, shape)
+        gate_up, down = matrices
+        fp8 = isinstance(gate_up, Quantized)
+        lists = expert_layout(experts_NK, shape.num_experts)
+        arena.order(lists.num_rows).copy_(lists.pair_P)
+        arena.weights(num_tokens).copy_(weights_NK)
+        self._write(x_ND, fp8=fp8, power_of_two=power_of_two)
+        told_P = yield torch.cat([lists.count_E, arena.error])
+        assert told_P is not None
+        self._refuse(told_P[:, -1])
+        plan = make_plan(
+            told_P[:, :-1].long(),
+            self.exchange.rank,
+            capacity_factor=self.options.capacity_factor,
+            num_pairs=shape.most_pairs,
+        )
+        packed = _to_device(plan.packed(), x_ND.device)
+        yield None
+        found = find_rows(
+            arena.peers,
+            unpacked(packed, self.exchange.num_ranks, len(plan.count_L)),
+            order_offset=shape.offset("order"),
+            weights_offset=shape.offset("weights"),
+            most_pairs=shape.most_pairs,
+        )
+        layout = self._layout(packed, found.pair_R, len(plan.count_L))
+        z_RC, pool = self._pull_beside(found.home_R, gate_up, layout, fp8=fp8, turned=False)
+        if fp8:
+            weight_R1 = found.weight_R.unsqueeze(1)
+            inner: Quantized | Tensor = swiglu(z_RC, weight_R1, layout, limit, power_of_two=False)
+        else:
+            inner = swiglu_bf16(z_RC, found.weight_R, found.pair_R, limit)
+        mega_gemm(
+            inner, down, layout, homes=self._homes(found.home_R), gemm_sms=self.options.gemm_sms
+        )
+        del inner
+        yield None
+        places = torch.arange(experts_NK.numel(), dtype=torch.int32, device=x_ND.device)
+        place_NK = torch.where(experts_NK >= 0, places.view_as(experts_NK), -1)
+        y_ND = self._summed(place_NK, x_ND.dtype if fp8 else torch.float32)
+        bounds = torch.cat([plan.start_L1, plan.count_L])
+        scale_RG = pool.data_RC.new_empty(0, dtype=torch.float32)
+        if pool.scale_RG is not None:
+            scale_RG = pool.scale_RG
+        kept = Kept(z_RC, pool.data_RC, scale_RG, *found, place_NK, packed, bounds)
+        return y_ND, kept
+
+    def backward_steps(
+        self,
+        grad_ND: Tensor,
+        kept: Kept,
+        weights: ExpertWeights | tuple[Tensor, Tensor],
+        limit: float,
+        *,
+        dtype: torch.dtype,
+        tile_scales: bool,
+    ) -> Steps[Gradients]:
+        """Gradients of x, in its `dtype`, and of the routing weights; operands of the others."""
+        arena, sms = self.arena, self.options.gemm_sms
+        fp8 = isinstance(weights, ExpertWeights)
+        fp8_rows = fp8 and self.options.fp8_grad
+        self._write(grad_ND, fp8=fp8_rows, power_of_two=True)
+        yield None
+        layout = self._layout(kept.packed, kept.pair_R, len(kept.bounds) // 2)
+        z_RC = kept.z_RC
+        if isinstance(weights, ExpertWeights):
+            x8 = Quantized(kept.rows, kept.scale_RG)
+            if z_RC is None:
+                rows = Quantized(kept.rows, kept.scale_RG.t().contiguous())
+                z_RC = _product(rows, weights.gate_up, layout, gemm_sms=sms)
+            down_t = weights.down_t or transpose_blocks(weights.down)
+            if fp8_rows:
+                inner_grad_RF, pool = self._pull_beside(
+                    kept.home_R, down_t, layout, fp8=True, turned=False
+                )
+                _, grad_columns = quantize_routed(
+                    pool.by_row(), layout, with_rows=False, power_of_two=True,
+                    tile_scales=tile_scales,
+                )  # fmt: skip
+            else:
+                pool = empty_pool(kept.home_R, arena.shape.hidden, fp8=False)
+                self._pull(kept.home_R, pool)
+                grad_rows, grad_columns = quantize_routed(
+                    pool.data_RC, layout, with_rows=True, power_of_two=False,
+                    tile_scales=tile_scales,
+                )  # fmt: skip
+                assert grad_rows is not None
+                inner_grad_RF = _product(grad_rows, down_t, layout, gemm_sms=sms)
+                del grad_rows
+            del pool, down_t
+            grads = swiglu_backward(
+                z_RC, inner_grad_RF, kept.weight_R.unsqueeze(1), layout, limit, power_of_two=False
+            )
+            del z_RC, inner_grad_RF
+            gate_up_t = weights.gate_up_t or transpose_blocks(weights.gate_up)
+            mega_gemm(grads.rows, gate_up_t, layout, homes=self._homes(kept.home_R), gemm_sms=sms)
+            weight_R = grads.weight_NK.flatten()
+            operands: MicroBatch | Bf16MicroBatch = MicroBatch(
+                x8, grad_columns, grads.inner_columns, grads.columns, layout
+            )
+            del gate_up_t, grads
+        else:
+            assert z_RC is not None
+            gate_up, down = weights
+            inner_grad_RF, pool = self._pull_beside(
+                kept.home_R, down, layout, fp8=False, turned=True
+            )
+            wide = swiglu_bf16_backward(z_RC, inner_grad_RF, kept.weight_R, kept.pair_R, limit)
+            del z_RC, inner_grad_RF
+            homes = self._homes(kept.home_R)
+            mega_gemm(wide.gate_up_RC, gate_up, layout, turned=True, homes=homes, gemm_sms=sms)
+            weight_R = wide.weight_R
+            operands = Bf16MicroBatch(
+                kept.rows, wide.gate_up_RC, wide.inner_RF, pool.data_RC, kept.bounds
+            )
+        shape = arena.shape
+        push_values(
+            arena.peers, kept.home_R, weight_R,
+            offset=shape.offset("values"), most_pairs=shape.most_pairs,
+        )  # fmt: skip
+        yield None
+        values_NK = arena.values(len(grad_ND))
+        return Gradients(
+            self._summed(kept.place_NK, dtype),
+            torch.where(kept.place_NK >= 0, values_NK, 0),
+            operands,
+        )
+
+    def _write(self, x_ND: Tensor, *, fp8: bool, power_of_two: bool) -> None:
+        """Tokens into the arena, for the peers."""
+        if not fp8:
+            self.arena.rows(len(x_ND)).copy_(x_ND)
+            return
+        rows = self.arena.fp8_rows(len(x_ND))
+        for there, here in zip(rows, quantize_rows(x_ND, power_of_two=power_of_two), strict=True):
+            there.copy_(here)
+
+    def _pull(self, home_R: Tensor, pool: PulledRows) -> None:
+        shape = self.arena.shape
+        pull_rows(
+            self.arena.peers, home_R, pool,
+            rows_offset=shape.offset("rows"), scales_offset=shape.offset("scales"),
+            per_token=shape.per_token, most_pairs=shape.most_pairs,
+            num_sms=self.options.num_sms,
+        )  # fmt: skip
+
+    def _pull_beside(
+        self,
+        home_R: Tensor,
+        weights: Quantized | Tensor,
+        layout: Layout,
+        *,
+        fp8: bool,
+        turned: bool,
+    ) -> tuple[Tensor, PulledRows]:
+        """Pulls the rows and multiplies each block once it is there.
+
+        The product leaves `num_sms` multiprocessors alone: its programs wait, and what they wait
+        for must have room to run whichever of the two starts first.
+        """
+        pool = empty_pool(home_R, self.arena.shape.hidden, fp8=fp8)
+        rows: Quantized | Tensor = pool.rows() if fp8 else pool.data_RC
+        ready = Ready(pool.flag_B, self.arena.peers)
+        if self._stream is None:
+            self._pull(home_R, pool)
+            y_RO = mega_gemm(rows, weights, layout, turned=turned, ready=ready)
+        else:
+            device = home_R.device
+            beside = self.options.gemm_sms
+            if beside is None:
+                beside = torch.cuda.get_device_properties(device).multi_processor_count
+            beside = max(1, beside - self.options.num_sms)
+            current = torch.cuda.current_stream(device)
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                self._pull(home_R, pool)
+            y_RO = mega_gemm(rows, weights, layout, turned=turned, ready=ready, gemm_sms=beside)
+            current.wait_stream(self._stream)
+        assert y_RO is not None
+        return y_RO, pool
+
+    def _homes(self, home_R: Tensor) -> Homes:
+        shape = self.arena.shape
+        return Homes(home_R, self.arena.peers, shape.offset("places"), shape.most_pairs)
+
+    def _summed(self, place_NK: Tensor, dtype: torch.dtype) -> Tensor:
+        """What came to each token's places, added up."""
+        by_place = Layout(place_NK, place_NK, place_NK, place_NK, place_NK)  # only row_NK is read
+        return gather_sum(self.arena.places(len(place_NK)), by_place, dtype=dtype)
+
+    def _layout(self, packed: Tensor, pair_R: Tensor, here: int) -> Layout:
+        """The pool as the passes of `Fp8Experts` see it: every row a token of its own."""
+        start_L1, count_L, _, _, expert_B = unpacked(packed, self.exchange.num_ranks, here)
+        return Layout(pair_R, pair_R.unsqueeze(1), expert_B, start_L1, count_L)
+
+    def _gather(self, told: Tensor) -> Tensor:
+        """Everyone's numbers, [P, ...] on the host. The host waits for the device and the ranks."""
+        here = told.cpu()
+        everyones = here.new_empty(self.exchange.num_ranks, *here.shape)
+        outgoing = [here] * self.exchange.num_ranks
+        self.exchange.begin(outgoing, list(everyones), "numbers of rows")()
+        return everyones
+
+    def _refuse(self, codes_P: Tensor) -> None:
+        if (text := error_text(codes_P.tolist(), self.arena.ranks)) is not None:
+            raise MeetingError(text)
+
+
+_DISPATCHERS: dict[str, MegaMoe] = {}
+"""Ops take names, not objects."""
+
+
+def _product(x: Quantized, weights: Quantized, layout: Layout, *, gemm_sms: int | None) -> Tensor:
+    y_RO = mega_gemm(x, weights, layout, gemm_sms=gemm_sms)
+    assert y_RO is not None
+    return y_RO
+
+
+def _to_device(numbers: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)
+
+
+@torch.library.custom_op("ppruntime::expert_mega_moe", mutates_args=())
+def _forward_op(
+    x_ND: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    matrices: Sequence[Tensor],
+    limit: float,
+    power_of_two: bool,
+    dispatcher: str,
+) -> list[Tensor]:
+    """y and the fields of `Kept`. `matrices`: two in bf16, or FP8 bytes and scales by turns."""
+    here = _DISPATCHERS[dispatcher]
+    pair: Matrices
+    if len(matrices) == 2:
+        pair = (matrices[0], matrices[1])
+    else:
+        pair = (Quantized(*matrices[:2]), Quantized(*matrices[2:]))
+    y_ND, kept = here.run(
+        here.forward_steps(x_ND, experts_NK, weights_NK, pair, limit, power_of_two=power_of_two)
+    )
+    assert kept.z_RC is not None
+    return [y_ND, *kept]  # type: ignore[list-item]
+
+
+@_forward_op.register_fake
+def _(
+    x_ND: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    matrices: Sequence[Tensor],
+    limit: float,
+    power_of_two: bool,
+    dispatcher: str,
+) -> list[Tensor]:
+    """Sizes of the worst routing."""
+    num_ranks = _DISPATCHERS[dispatcher].exchange.num_ranks
+    here, width, hidden = matrices[0].shape
+    rows = most_rows(experts_NK.numel() * num_ranks, here)
+    fp8 = len(matrices) == 4
+
+    def ints(*shape: int) -> Tensor:
+        return x_ND.new_empty(shape, dtype=torch.int32)
+
+    return [
+        torch.empty_like(x_ND, dtype=x_ND.dtype if fp8 else torch.float32),
+        x_ND.new_empty(rows, width, dtype=torch.bfloat16),
+        x_ND.new_empty(rows, hidden, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16),
+        x_ND.new_empty((rows, hidden // GROUP) if fp8 else (0,), dtype=torch.float32),
+        ints(rows),
+        ints(rows),
+        x_ND.new_empty(rows, dtype=torch.float32),
+        ints(*experts_NK.shape),
+        ints(2 * here + 1 + 2 * num_ranks * here + rows // GROUP),
+        torch.empty(2 * here + 1, dtype=torch.int64),
+    ]
+
+
+class _MegaMoe(torch.autograd.Function):
+    """The op with its gradient, which is one node: the order of its meetings is written in it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        weights_NK: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        experts_NK: Tensor,
+        experts: AnyExperts,
+        dispatcher: MegaMoe,
+    ) -> Tensor:
+        ctx.experts, ctx.dispatcher, ctx.weights = experts, dispatcher, None
+        ctx.dtype = x_ND.dtype
+        matrices, limit, keeps, power_of_two = [gate_up, down], float(experts.limit), True, False
+        if isinstance(experts, Fp8Experts):
+            weights = experts.quantized()
+            matrices = [*weights.gate_up, *weights.down]
+            keeps = experts.options.keep_expert_activations
+            power_of_two = experts.options.power_of_two_scales
+            ctx.weights = weights
+        y_ND, z_RC, *others = torch.ops.ppruntime.expert_mega_moe(
+            x_ND, experts_NK, weights_NK, matrices, limit, power_of_two, dispatcher.exchange.name
+        )
+        ctx.save_for_backward(gate_up, down, z_RC if keeps else None, *others)
+        ctx.parameters = gate_up, down  # see `linear.now_or_later`
+        result: Tensor = y_ND
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up, down, *kept = ctx.saved_tensors
+        experts, dispatcher = ctx.experts, ctx.dispatcher
+        weights = ctx.weights or (gate_up, down)
+        fp8 = isinstance(experts, Fp8Experts)
+        grads = dispatcher.run(
+            dispatcher.backward_steps(
+                grad_ND.contiguous(),
+                Kept(*kept),
+                weights,
+                float(experts.limit),
+                dtype=ctx.dtype,
+                tile_scales=fp8 and experts.options.wgrad_tile_scales,
+            )
+        )
+        gate_up_grad = down_grad = None
+        if ctx.needs_input_grad[2]:
+            if isinstance(grads.operands, MicroBatch):
+                experts.put_weight_grads(grads.operands)
+            else:
+                gate_up_grad, down_grad = bf16_weight_grads(
+                    experts, grads.operands, *ctx.parameters
+                )
+        return grads.x_ND, grads.weights_NK, gate_up_grad, down_grad, None, None, None
+
+
+def bf16_weight_grads(
+    experts: Experts, operands: Bf16MicroBatch, gate_up: Tensor, down: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the weights for autograd, or None: they wait in the experts' queue. One product
+    per expert over its rows, so that they repeat bit for bit."""
+    x_RD, gate_up_grad_RC, inner_RF, grad_RD, bounds = operands
+    here = len(bounds) // 2
+    starts, counts = bounds[:here].tolist(), bounds[here + 1 :].tolist()
+
+    def of(left_RO: Tensor, right_RI: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+        def compute() -> Tensor:
+            grad_LOI = torch.zeros_like(weight)
+            for expert, (start, count) in enumerate(zip(starts, counts, strict=True)):
+                if count:
+                    rows = slice(start, start + count)
+                    torch.mm(left_RO[rows].t(), right_RI[rows], out=grad_LOI[expert])
+            return grad_LOI
+
+        return compute
+
+    return (
+        now_or_later(experts.gate_up.queue, gate_up, of(gate_up_grad_RC, x_RD, gate_up)),
+        now_or_later(experts.down.queue, down, of(grad_RD, inner_RF, down)),
+    )

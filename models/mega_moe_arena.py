@@ -1,0 +1,181 @@
+"""The memory of the fused MoE layer that all ranks of an expert group can reach, and its meetings.
+
+One arena per rank, all of one size, serves every layer of the rank, one after another:
+
+    words      where each rank has come to
+    error      what a wait of this rank gave up on; 0: nothing
+    order      pairs by expert, as `moe_layout` lists them        written here, read by peers
+    weights    routing weights by pair                            the same
+    rows       tokens, or gradients of them, bf16 or E4M3         the same
+    scales     of E4M3 rows                                       the same
+    values     gradients of routing weights by pair               written by peers, read here
+    places     a bf16 row per pair                                the same
+
+What is written here is written before a meeting and read by peers after it; what peers write is
+read here after the next. That meeting is also the proof that they have read: so a region is free
+again at the layer's second meeting, and no other word is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppruntime.models.kernels.mega_moe import LATE_PART, Peers, meet
+from ppruntime.models.kernels.moe_layout import most_rows
+from ppruntime.models.kernels.quantize import GROUP, Quantized
+
+_ALIGNMENT = 256
+_MOST_RANKS = 64
+
+
+class MeetingError(RuntimeError):
+    """A rank of an expert group did not come, or its rows did not. Says who waited for whom."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaShape:
+    """What an arena is made for. Alike on all ranks. Pure."""
+
+    most_tokens: int
+    per_token: int
+    num_experts: int
+    """Of the whole layer."""
+    hidden: int
+
+    @property
+    def most_pairs(self) -> int:
+        """Pairs of a rank's full micro-batch."""
+        return self.most_tokens * self.per_token
+
+    def _sizes(self) -> dict[str, int]:
+        tokens, pairs = self.most_tokens, self.most_pairs
+        return {
+            "words": 4 * _MOST_RANKS,
+            "error": 4,
+            "order": 4 * most_rows(pairs, self.num_experts),
+            "weights": 4 * pairs,
+            "scales": 4 * tokens * (self.hidden // GROUP),
+            "values": 4 * pairs,
+            "rows": 2 * tokens * self.hidden,
+            "places": 2 * pairs * self.hidden,
+        }
+
+    def offset(self, region: str) -> int:
+        """Where a region begins, in bytes."""
+        total = 0
+        for name, size in self._sizes().items():
+            if name == region:
+                return total
+            total += _aligned(size)
+        raise KeyError(region)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole arena: 0.6 GB at 8,192 tokens of 6 pairs, 5,120 wide."""
+        return sum(_aligned(size) for size in self._sizes().values())
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class Arena:
+    """One rank's arena and its way to the others'.
+
+    `memory` is this rank's, uint8, zeroed before any peer can reach it; `addresses` by rank are
+    where this process has them mapped. `close` gives back what the maker holds.
+    """
+
+    def __init__(
+        self,
+        shape: ArenaShape,
+        memory: Tensor,
+        addresses: list[int],
+        rank: int,
+        *,
+        limit: int,
+        ranks: tuple[int, ...] = (),
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        assert len(memory) >= shape.num_bytes, (len(memory), shape)
+        assert len(addresses) <= _MOST_RANKS, len(addresses)
+        self.shape, self.close = shape, close
+        self.ranks = ranks or tuple(range(len(addresses)))
+        self._memory, self._epoch = memory, 0
+        self.peers = Peers(
+            torch.tensor(addresses, dtype=torch.int64).to(memory.device),
+            self._region("error", torch.int32, 1),
+            rank,
+            limit,
+        )
+
+    @property
+    def error(self) -> Tensor:
+        """int32 [1] on the device, see `error_text`."""
+        return self.peers.error
+
+    def meet(self, *, arrive: bool = True, wait: bool = True) -> None:
+        """On the stream: from here on all ranks have done what they were asked to before it."""
+        self._epoch += arrive
+        meet(self.peers, self.shape.offset("words"), self._epoch, arrive=arrive, wait=wait)
+
+    def order(self, num: int) -> Tensor:
+        """int32 [num]: pairs by expert."""
+        return self._region("order", torch.int32, num)
+
+    def weights(self, num_tokens: int) -> Tensor:
+        """fp32 [N, K]."""
+        return self._by_pair("weights", num_tokens)
+
+    def values(self, num_tokens: int) -> Tensor:
+        """fp32 [N, K]."""
+        return self._by_pair("values", num_tokens)
+
+    def rows(self, num_tokens: int) -> Tensor:
+        """bf16 [N, D]."""
+        hidden = self.shape.hidden
+        return self._region("rows", torch.bfloat16, num_tokens * hidden).view(num_tokens, hidden)
+
+    def fp8_rows(self, num_tokens: int) -> Quantized:
+        """E4M3 [N, D] and fp32 scales [N, G], in the same memory as `rows`."""
+        hidden = self.shape.hidden
+        groups = hidden // GROUP
+        data = self._region("rows", torch.float8_e4m3fn, num_tokens * hidden)
+        scale = self._region("scales", torch.float32, num_tokens * groups)
+        return Quantized(data.view(num_tokens, hidden), scale.view(num_tokens, groups))
+
+    def places(self, num_tokens: int) -> Tensor:
+        """bf16 [N K, D]."""
+        pairs, hidden = num_tokens * self.shape.per_token, self.shape.hidden
+        return self._region("places", torch.bfloat16, pairs * hidden).view(pairs, hidden)
+
+    def _by_pair(self, region: str, num_tokens: int) -> Tensor:
+        per_token = self.shape.per_token
+        return self._region(region, torch.float32, num_tokens * per_token).view(-1, per_token)
+
+    def _region(self, name: str, dtype: torch.dtype, num: int) -> Tensor:
+        start = self.shape.offset(name)
+        return self._memory[start : start + num * dtype.itemsize].view(dtype)
+
+
+def error_text(codes: list[int], ranks: tuple[int, ...]) -> str | None:
+    """What went wrong in a group, in a sentence, from all ranks' error words; None: nothing.
+
+    `ranks` are the group's in the world. One text for all who read the same words.
+    """
+    failed = [(ranks[place], code) for place, code in enumerate(codes) if code]
+    if not failed:
+        return None
+    seen = "; ".join(
+        f"rank {rank} waited too long for "
+        + ("rows of its own copy kernel" if code == LATE_PART else f"rank {ranks[code - 1]}")
+        for rank, code in failed
+    )
+    return (
+        f"the expert group of ranks {list(ranks)} did not meet in a fused MoE layer: {seen}; what "
+        "that step computed is void. A rank that was waited for is late or has ended"
+    )
