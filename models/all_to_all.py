@@ -32,21 +32,26 @@ L = E/P experts here, D row width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ppruntime.models.dispatch import AnyExperts, Exchange
+from ppruntime.models.dispatch import AnyExperts, Exchange, Finish, WireOptions
+from ppruntime.models.expert_products import can_group
 from ppruntime.models.expert_rows import by_row, expert_layout, sum_rows, to_rows, weighted_sum
 from ppruntime.models.experts import Experts
+from ppruntime.models.fp8_wire import from_wire, packed, to_wire, unpacked
+from ppruntime.models.linear import WeightGradQueue
 from ppruntime.models.precision import widened
 from ppruntime.models.router import Routing
 
 OPS = ("ppruntime::expert_counts", "ppruntime::expert_dispatch", "ppruntime::expert_combine")
 """Ops whose outputs a checkpointed layer has to keep, so that its recompute does not communicate.
 Kept without checkpointing too: the rows are the experts' inputs, the results are weighted."""
+
+AS_THEY_ARE = WireOptions()
 
 _EXCHANGES: dict[str, Exchange] = {}
 """Ops take names, not objects."""
@@ -55,8 +60,8 @@ _EXCHANGES: dict[str, Exchange] = {}
 class AllToAll:
     """Sends one row per token and expert. The same numbers as `dispatch.AllHere`, see above."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Exchange, wire: WireOptions = AS_THEY_ARE) -> None:
+        self.exchange, self.wire = exchange, wire
         _EXCHANGES[exchange.name] = exchange
 
     def held(self, num_experts: int) -> range:
@@ -69,12 +74,14 @@ class AllToAll:
         layout = expert_layout(routing.experts_NK)
         x_RD = to_rows(x_ND, layout)
         routes = self.routes(counts_E)
+        late = _late_queue(experts) if self.wire.weight_grads_after_combine else None
         if isinstance(experts, Experts):
-            x_SD, _ = self.dispatch(x_RD, None, routes)
-            y_RD = self.combine(experts.forward(x_SD, routes.rows_per_expert), routes)
+            x_SD, _ = self.dispatch(x_RD, None, routes, late)
+            run = _by_expert if can_group(x_SD, experts.gate_up.weight) else Experts.forward
+            y_RD = self.combine(run(experts, x_SD, routes.rows_per_expert), routes)
             return weighted_sum(y_RD, routing.weights_NK, layout)
         # There the weights go in before rounding, and so they travel.
-        x_SD, weight_S = self.dispatch(x_RD, by_row(routing.weights_NK, layout), routes)
+        x_SD, weight_S = self.dispatch(x_RD, by_row(routing.weights_NK, layout), routes, late)
         assert weight_S is not None
         expert_S1 = routes.expert_S.to(x_ND.device, non_blocking=True).unsqueeze(1)
         y_RD = self.combine(experts.forward(x_SD, expert_S1, weight_S.unsqueeze(1)), routes)
@@ -96,18 +103,23 @@ class AllToAll:
         )
 
     def dispatch(
-        self, rows_RD: Tensor, weights_R: Tensor | None, routes: Routes
+        self,
+        rows_RD: Tensor,
+        weights_R: Tensor | None,
+        routes: Routes,
+        late: LateQueue | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Rows, and their routing weights if given, on the rank of their expert."""
+        """Rows, and their routing weights if given, on the rank of their expert. What waits in
+        `late` is done while the gradients travel."""
         rows_SD, weights_S = _Dispatch.apply(  # type: ignore[no-untyped-call]
-            rows_RD, weights_R, routes, self.exchange.name
+            rows_RD, weights_R, routes, self.exchange, self.wire.fp8, late
         )
         return rows_SD, weights_S
 
     def combine(self, rows_SD: Tensor, routes: Routes) -> Tensor:
         """Results of the received rows back where the rows came from."""
         rows_RD: Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
-            rows_SD, routes, self.exchange.name
+            rows_SD, routes, self.exchange, self.wire.fp8_grad
         )
         return rows_RD
 
@@ -125,51 +137,129 @@ class Routes(NamedTuple):
     """int64 expert of each received row, counted from this rank's first; on the host."""
 
 
+class LateQueue(WeightGradQueue):
+    """Holds the weight gradients of one layer's experts until their tokens' gradients have been
+    sent, unless the queue behind it wants them to wait for longer."""
+
+    def __init__(self, behind: WeightGradQueue | None) -> None:
+        super().__init__()
+        self.behind, self.deferring = behind, True
+
+    def add(self, task: Callable[[], None]) -> None:
+        if self.behind is not None and self.behind.deferring:
+            self.behind.add(task)
+        else:
+            super().add(task)
+
+
+def _late_queue(experts: AnyExperts) -> LateQueue:
+    """The queue of these experts, made late if it is not yet."""
+    layers = [experts.gate_up, experts.down] if isinstance(experts, Experts) else [experts]
+    queue = layers[0].queue
+    late = queue if isinstance(queue, LateQueue) else LateQueue(queue)
+    for layer in layers:
+        layer.queue = late
+    return late
+
+
+def _by_expert(experts: Experts, x_SD: Tensor, rows_per_expert: Sequence[int]) -> Tensor:
+    """Experts over rows that come by source and expert, each expert's together: for products that
+    take one count per expert. Their weights' gradients are one sum over all sources."""
+    counts_PL = torch.tensor(rows_per_expert).view(-1, len(experts.gate_up.weight))
+    expert_of_part = torch.arange(counts_PL.shape[1]).repeat(len(counts_PL))
+    order_S = expert_of_part.repeat_interleave(counts_PL.flatten()).argsort(stable=True)
+    place_S = torch.empty_like(order_S)
+    place_S[order_S] = torch.arange(len(order_S))
+    order, place = (t.to(x_SD.device, non_blocking=True) for t in (order_S, place_S))
+    sorted_SD = _Permute.apply(x_SD, order, place)  # type: ignore[no-untyped-call]
+    y_SD = experts.forward(sorted_SD, counts_PL.sum(0).tolist())
+    back_SD: Tensor = _Permute.apply(y_SD, place, order)  # type: ignore[no-untyped-call]
+    return back_SD
+
+
+class _Permute(torch.autograd.Function):
+    """x[order]; the gradient is gathered by the inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SD: Tensor, order_S: Tensor, place_S: Tensor) -> Tensor:
+        ctx.save_for_backward(place_S)
+        return x_SD[order_S]
+
+    @staticmethod
+    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None, None]:
+        (place_S,) = ctx.saved_tensors
+        return grad_SD[place_S], None, None
+
+
 class _Dispatch(torch.autograd.Function):
     """One node for rows and weights: the order of their exchanges is written here, not found by
     autograd. The gradients go the way back."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: Tensor, weights_R: Tensor | None, routes: Routes, exchange: str
+        ctx: Any,
+        rows_RD: Tensor,
+        weights_R: Tensor | None,
+        routes: Routes,
+        exchange: Exchange,
+        fp8: bool,
+        late: LateQueue | None,
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.routes, ctx.exchange = routes, exchange
-        send = torch.ops.ppruntime.expert_dispatch
-        rows_SD = send(rows_RD, routes.send, routes.receive, exchange)
+        ctx.routes, ctx.exchange, ctx.late = routes, exchange, late
+        rows_SD = _sent(rows_RD, routes, exchange, fp8)
         if weights_R is None:
             return rows_SD, None
-        return rows_SD, send(weights_R, routes.send, routes.receive, exchange)
+        return rows_SD, _sent(weights_R, routes, exchange, False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         routes: Routes = ctx.routes
-        back = [
-            None
-            if grad is None
-            else torch.ops.ppruntime.expert_combine(
-                grad.contiguous(), routes.receive, routes.send, ctx.exchange
+        back: list[Tensor | None] = []
+        waiting: list[Finish] = []
+        for grad in grads:
+            if grad is None:
+                back.append(None)
+                continue
+            received, finish = _begin(
+                grad.contiguous(), routes.receive, routes.send, ctx.exchange, BACK
             )
-            for grad in grads
-        ]
-        return *back, None, None
+            back.append(received)
+            waiting.append(finish)
+        if ctx.late is not None:
+            for task in ctx.late.pop():
+                task()
+        for finish in waiting:
+            finish()
+        return *back, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_SD: Tensor, routes: Routes, exchange: str) -> Tensor:
-        ctx.routes, ctx.exchange = routes, exchange
+    def forward(
+        ctx: Any, rows_SD: Tensor, routes: Routes, exchange: Exchange, fp8_grad: bool
+    ) -> Tensor:
+        ctx.routes, ctx.exchange, ctx.fp8_grad = routes, exchange, fp8_grad
         rows_RD: Tensor = torch.ops.ppruntime.expert_combine(
-            rows_SD, routes.receive, routes.send, exchange
+            rows_SD, routes.receive, routes.send, exchange.name
         )
         return rows_RD
 
     @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
-        routes: Routes = ctx.routes
-        grad_SD = torch.ops.ppruntime.expert_dispatch(
-            grad_RD.contiguous(), routes.send, routes.receive, ctx.exchange
-        )
-        return grad_SD, None, None
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
+        return _sent(grad_RD.contiguous(), ctx.routes, ctx.exchange, ctx.fp8_grad), None, None, None
+
+
+def _sent(rows: Tensor, routes: Routes, exchange: Exchange, fp8: bool) -> Tensor:
+    """Rows to the owners of their experts; checkpointing keeps what was received as it was."""
+    message = packed(to_wire(rows)) if fp8 else rows
+    received: Tensor = torch.ops.ppruntime.expert_dispatch(
+        message, routes.send, routes.receive, exchange.name
+    )
+    return from_wire(unpacked(received), rows.dtype) if fp8 else received
+
+
+THERE, BACK = "rows for the experts", "the experts' results"
+"""What an exchange is called in an error."""
 
 
 @torch.library.custom_op("ppruntime::expert_counts", mutates_args=())
@@ -186,12 +276,12 @@ def _counts_op(counts_E: Tensor, exchange: str) -> Tensor:
 def _dispatch_op(
     rows: Tensor, send: Sequence[int], receive: Sequence[int], exchange: str
 ) -> Tensor:
-    return _exchanged(rows, send, receive, exchange, "rows for the experts")
+    return _exchanged(rows, send, receive, exchange, THERE)
 
 
 @torch.library.custom_op("ppruntime::expert_combine", mutates_args=())
 def _combine_op(rows: Tensor, send: Sequence[int], receive: Sequence[int], exchange: str) -> Tensor:
-    return _exchanged(rows, send, receive, exchange, "the experts' results")
+    return _exchanged(rows, send, receive, exchange, BACK)
 
 
 @_counts_op.register_fake
@@ -209,7 +299,15 @@ def _(rows: Tensor, send: Sequence[int], receive: Sequence[int], exchange: str) 
 def _exchanged(
     rows: Tensor, send: Sequence[int], receive: Sequence[int], exchange: str, what: str
 ) -> Tensor:
+    received, finish = _begin(rows, send, receive, _EXCHANGES[exchange], what)
+    finish()
+    return received
+
+
+def _begin(
+    rows: Tensor, send: Sequence[int], receive: Sequence[int], exchange: Exchange, what: str
+) -> tuple[Tensor, Finish]:
+    """What will have been received once the second has returned."""
     received = rows.new_empty(sum(receive), *rows.shape[1:])
     outgoing, incoming = torch.split(rows, list(send)), torch.split(received, list(receive))
-    _EXCHANGES[exchange].begin(outgoing, incoming, what)()
-    return received
+    return received, exchange.begin(outgoing, incoming, what)

@@ -14,6 +14,7 @@ What every dispatcher keeps to:
   neither sends nor multiplies again. Without checkpointing it keeps no more than its backward
   reads.
 - Weight gradients go to the layer's `queue` while that is deferring; they exchange nothing.
+- `WireOptions` hold for each that sends anything.
 - Buffers are made when the dispatcher is, not in a step.
 
 How ranks reach each other is the runtime's: it fills `Exchange`. In this room a rank is a number
@@ -23,6 +24,7 @@ from 0 to P-1. Shape letters: N tokens, K experts per token, E experts, D model 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from torch import Tensor
@@ -64,6 +66,20 @@ class Exchange(Protocol):
         agree by pairs. Neither may be touched before the returned function has run. Raises, here
         or there, an error that names the rank that does not take part and `what` it was to swap.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireOptions:
+    """How rows travel, and what is done meanwhile; for every dispatcher that sends any."""
+
+    fp8: bool = False
+    """Tokens go to their experts in FP8, see `fp8_wire`. Bitwise with FP8 experts that scale x by
+    powers of two; changes numerics with others."""
+    fp8_grad: bool = False
+    """So do their outputs' gradients. Changes numerics."""
+    weight_grads_after_combine: bool = False
+    """The experts' weight gradients are computed while those of the tokens are on their way back,
+    not before. Bitwise."""
 
 
 class Dispatcher(Protocol):

@@ -1,12 +1,13 @@
 """The experts' SwiGLU, for rows grouped by expert and for the shared expert.
 
-This is the readable path: one product per expert. Shape letters: R rows (token-expert pairs in
-expert order), E experts, I input width, O output width, F inner width of an expert.
+In the compute dtype, by torch: `expert_products` says how rows and experts are multiplied. Shape
+letters: R rows (token-expert pairs in expert order), E experts, I input width, O output width,
+F inner width of an expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ppruntime.models.dims import ModelDims
+from ppruntime.models.expert_products import product, weight_grad
 from ppruntime.models.keep_inputs import keep_inputs, named_op
 from ppruntime.models.linear import Deferrable, Linear, WeightGradQueue, now_or_later
 from ppruntime.models.precision import widened
@@ -29,22 +31,9 @@ def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
     return keep_inputs(compute, gate_up)
 
 
-def _slices(rows_per_expert: Sequence[int], num_experts: int) -> Iterator[tuple[int, slice]]:
-    """Experts that have rows, each with its rows; the counts may go through the experts again for
-    every rank that sent some."""
-    start = 0
-    for index, num_rows in enumerate(rows_per_expert):
-        if num_rows:
-            yield index % num_experts, slice(start, start + num_rows)
-        start += num_rows
-
-
 @named_op("expert_linear(Tensor x, Tensor weight, int[] rows_per_expert) -> Tensor")
 def _expert_linear(x_RI: Tensor, weight_EOI: Tensor, rows_per_expert: Sequence[int]) -> Tensor:
-    y_RO = x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1])
-    for expert, rows in _slices(rows_per_expert, len(weight_EOI)):
-        torch.mm(x_RI[rows], weight_EOI[expert].t(), out=y_RO[rows])
-    return y_RO
+    return product(x_RI, weight_EOI, rows_per_expert)
 
 
 class _DeferrableExpertLinear(torch.autograd.Function):
@@ -68,24 +57,15 @@ class _DeferrableExpertLinear(torch.autograd.Function):
         rows_per_expert: Sequence[int] = ctx.rows_per_expert
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = torch.empty_like(x_RI)
-            for expert, rows in _slices(rows_per_expert, len(weight_EOI)):
-                torch.mm(grad_RO[rows], weight_EOI[expert], out=grad_x[rows])
+            grad_x = product(grad_RO, weight_EOI.mT, rows_per_expert)
         if not ctx.needs_input_grad[1]:
             return grad_x, None, None, None
-        inputs_RI = x_RI.detach()
+        inputs_RI, num_experts = x_RI.detach(), len(weight_EOI)
 
-        def weight_grad() -> Tensor:
-            grad_EOI, begun = torch.zeros_like(weight_EOI), set[int]()
-            for expert, rows in _slices(rows_per_expert, len(weight_EOI)):
-                if expert in begun:
-                    grad_EOI[expert] += torch.mm(grad_RO[rows].t(), inputs_RI[rows])
-                else:
-                    torch.mm(grad_RO[rows].t(), inputs_RI[rows], out=grad_EOI[expert])
-                begun.add(expert)
-            return grad_EOI
+        def compute() -> Tensor:
+            return weight_grad(grad_RO, inputs_RI, rows_per_expert, num_experts)
 
-        return grad_x, now_or_later(ctx.queue, ctx.parameter, weight_grad), None, None
+        return grad_x, now_or_later(ctx.queue, ctx.parameter, compute), None, None
 
 
 class ExpertLinear(Deferrable):

@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from ppruntime.models.dims import ModelDims
 from ppruntime.models.experts import expert_linears
 from ppruntime.models.fp8_expert_rules import most_rows
+from ppruntime.models.fp8_wire import WireRows
 from ppruntime.models.kernels.expert_backends import ExpertBackend, ExpertKernels, expert_kernels
 from ppruntime.models.kernels.grouped_gemm import MOST_MICRO_BATCHES, WeightGradOperands
-from ppruntime.models.kernels.moe_layout import Layout
+from ppruntime.models.kernels.moe_layout import Layout, padded_rows
 from ppruntime.models.kernels.quantize import GROUP, Quantized
 from ppruntime.models.weight_copies import WeightCopies, WeightVersion
 
@@ -58,6 +59,9 @@ class Fp8Options:
     """Multiprocessors for the GEMMs; None: all."""
     power_of_two_scales: bool = True
     """Scales of x, as FP8 dispatch sends it, are powers of two. Changes numerics."""
+    power_of_two_grad_scales: bool = False
+    """So are those of dy, as FP8 dispatch of gradients sends it: rounding what it sent once more
+    then changes nothing. Changes numerics."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.fused_wgrad_micro_batches <= MOST_MICRO_BATCHES:
@@ -190,6 +194,57 @@ class Fp8Experts(WeightCopies):
         down, down_t = self.kernels.quantize_blocks(self.down.weight, transposed=turned)
         return ExpertWeights(gate_up, down, gate_up_t, down_t)
 
+    def prepared(self) -> ExpertWeights:
+        return self.quantized()
+
+    def over_tokens(
+        self,
+        x: WireRows,
+        experts_NK: Tensor,
+        weights_NK: Tensor,
+        weights: ExpertWeights,
+        counts: Sequence[int],
+        dtype: torch.dtype,
+    ) -> list[Tensor]:
+        """Also of rows that come in FP8, which are not rounded again."""
+        y_ND, z_PC, *rest = _forward_passes(
+            self.kernels,
+            x if isinstance(x, Tensor) else Quantized(*x),
+            experts_NK,
+            weights_NK,
+            weights.gate_up,
+            weights.down,
+            limit=self.limit,
+            power_of_two=self.options.power_of_two_scales,
+            gemm_sms=self.options.gemm_sms,
+            num_rows=padded_rows(counts),
+            dtype=dtype,
+        )
+        z_PC = z_PC if self.options.keep_expert_activations else z_PC.new_empty(0)
+        return [y_ND, z_PC, *rest]
+
+    def over_tokens_backward(
+        self,
+        grad: WireRows,
+        experts_NK: Tensor,
+        weights_NK: Tensor,
+        weights: ExpertWeights,
+        kept: Sequence[Tensor],
+        counts: Sequence[int],
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, MicroBatch]:
+        del experts_NK, counts  # the layout has them
+        z_PC, x8, x_scale, *layout = kept
+        return self._data_grads(
+            grad if isinstance(grad, Tensor) else Quantized(*grad),
+            weights_NK,
+            Quantized(x8, x_scale),
+            z_PC if z_PC.numel() else None,
+            Layout(*layout),
+            weights,
+            dtype,
+        )
+
     def _backward(
         self,
         grad_ND: Tensor,
@@ -200,16 +255,34 @@ class Fp8Experts(WeightCopies):
         weights: ExpertWeights,
     ) -> tuple[Tensor, Tensor]:
         """Gradients of x and of the routing weights; those of the weights now or in the queue."""
+        grad_x_ND, grad_weights_NK, micro_batch = self._data_grads(
+            grad_ND, weights_NK, x8, z_PC, layout, weights, grad_ND.dtype
+        )
+        if self.gate_up.weight.requires_grad:
+            self.put_weight_grads(micro_batch)
+        return grad_x_ND, grad_weights_NK
+
+    def _data_grads(
+        self,
+        grad: Tensor | Quantized,
+        weights_NK: Tensor,
+        x8: Quantized,
+        z_PC: Tensor | None,
+        layout: Layout,
+        weights: ExpertWeights,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, MicroBatch]:
+        """Gradients of x, in `dtype`, and of the routing weights; operands of the weights'."""
         kernels, options = self.kernels, self.options
         sms = options.gemm_sms
         if z_PC is None:
             rows = Quantized(*kernels.gather_rows(x8.data, layout, x8.scale))
             z_PC = kernels.grouped_gemm(rows, weights.gate_up, layout, gemm_sms=sms)
         grad_rows, grad_columns = kernels.quantize_routed(
-            grad_ND,
+            grad,
             layout,
             with_rows=True,
-            power_of_two=False,
+            power_of_two=options.power_of_two_grad_scales,
             tile_scales=options.wgrad_tile_scales,
         )
         down_t = weights.down_t or kernels.transpose_blocks(weights.down)
@@ -221,13 +294,9 @@ class Fp8Experts(WeightCopies):
         del z_PC, inner_grad_PF
         gate_up_t = weights.gate_up_t or kernels.transpose_blocks(weights.gate_up)
         grad_PD = kernels.grouped_gemm(grads.rows, gate_up_t, layout, gemm_sms=sms)
-        grad_x_ND = kernels.gather_sum(grad_PD, layout, dtype=grad_ND.dtype)
-        if not self.gate_up.weight.requires_grad:
-            return grad_x_ND, grads.weight_NK
-        self.put_weight_grads(
-            MicroBatch(x8, grad_columns, grads.inner_columns, grads.columns, layout)
-        )
-        return grad_x_ND, grads.weight_NK
+        grad_x_ND = kernels.gather_sum(grad_PD, layout, dtype=dtype)
+        micro_batch = MicroBatch(x8, grad_columns, grads.inner_columns, grads.columns, layout)
+        return grad_x_ND, grads.weight_NK, micro_batch
 
     def put_weight_grads(self, micro_batch: MicroBatch) -> None:
         """Adds a micro-batch's weight gradients: now, or in the queue while that is deferring."""
@@ -299,16 +368,45 @@ def _forward_op(
 ) -> list[Tensor]:
     """y, z, x8, its scale, and the layout's five. One op, so that selective checkpointing can save
     its outputs: a recompute then neither sends nor multiplies again. `gemm_sms` 0: all."""
-    kernels = expert_kernels(ExpertBackend(backend))
-    sms = gemm_sms or None
-    layout = kernels.expert_layout(experts_NK, gate_up.shape[0])
-    x8 = kernels.quantize_rows(x_ND, power_of_two=power_of_two)
+    return _forward_passes(
+        expert_kernels(ExpertBackend(backend)),
+        x_ND,
+        experts_NK,
+        weights_NK,
+        Quantized(gate_up, gate_up_scale),
+        Quantized(down, down_scale),
+        limit=limit,
+        power_of_two=power_of_two,
+        gemm_sms=gemm_sms or None,
+        num_rows=None,
+        dtype=x_ND.dtype,
+    )
+
+
+def _forward_passes(
+    kernels: ExpertKernels,
+    x: Tensor | Quantized,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    gate_up: Quantized,
+    down: Quantized,
+    *,
+    limit: float,
+    power_of_two: bool,
+    gemm_sms: int | None,
+    num_rows: int | None,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """y in `dtype`, z, x8, its scale, and the layout's five. `num_rows`: pool rows where the host
+    knows them; None: for the worst case."""
+    layout = kernels.expert_layout(experts_NK, gate_up.data.shape[0], num_rows)
+    x8 = kernels.quantize_rows(x, power_of_two=power_of_two) if isinstance(x, Tensor) else x
     rows = Quantized(*kernels.gather_rows(x8.data, layout, x8.scale))
-    z_PC = kernels.grouped_gemm(rows, Quantized(gate_up, gate_up_scale), layout, gemm_sms=sms)
+    z_PC = kernels.grouped_gemm(rows, gate_up, layout, gemm_sms=gemm_sms)
     del rows
     inner = kernels.swiglu(z_PC, weights_NK, layout, limit, power_of_two=False)
-    y_PD = kernels.grouped_gemm(inner, Quantized(down, down_scale), layout, gemm_sms=sms)
-    y_ND = kernels.gather_sum(y_PD, layout, dtype=x_ND.dtype)
+    y_PD = kernels.grouped_gemm(inner, down, layout, gemm_sms=gemm_sms)
+    y_ND = kernels.gather_sum(y_PD, layout, dtype=dtype)
     return [y_ND, z_PC, *x8, *layout]
 
 

@@ -76,6 +76,7 @@ class ProcessExchange:
                 for work in works:
                     work.wait()
                     num_done += 1
+                ops.clear()  # until here they keep the tensors
             except RuntimeError as error:
                 raise lost(num_done, error) from error
 

@@ -15,6 +15,7 @@ G = C/128.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,10 +56,19 @@ class Layout(NamedTuple):
         return self.row_NK.shape[1]
 
 
-def expert_layout_reference(experts_NK: Tensor, num_experts: int) -> Layout:
-    """The layout by a stable sort. Experts of -1 are routed nowhere."""
+def padded_rows(counts: Sequence[int]) -> int:
+    """Pool rows for so many rows of each expert."""
+    return sum(-(-count // BLOCK) for count in counts) * BLOCK
+
+
+def expert_layout_reference(
+    experts_NK: Tensor, num_experts: int, num_rows: int | None = None
+) -> Layout:
+    """The layout by a stable sort. Experts of -1 are routed nowhere. `num_rows`: pool rows, where
+    the host knows how many the routing takes; None: for the worst case."""
     num_tokens, per_token = experts_NK.shape
-    num_rows = most_rows(num_tokens * per_token, num_experts)
+    if num_rows is None:
+        num_rows = most_rows(num_tokens * per_token, num_experts)
     expert_of_pair = experts_NK.flatten().long()
     order = expert_of_pair.argsort(stable=True)
     order = order[expert_of_pair[order] >= 0]
@@ -158,11 +168,12 @@ def _place_pairs(
         tl.debug_barrier()  # all see it
 
 
-def expert_layout(experts_NK: Tensor, num_experts: int) -> Layout:
+def expert_layout(experts_NK: Tensor, num_experts: int, num_rows: int | None = None) -> Layout:
     """`expert_layout_reference` without a sort: count, plan, place. Never waits for the device."""
     num_tokens, per_token = experts_NK.shape
     num_pairs = num_tokens * per_token
-    num_rows = most_rows(num_pairs, num_experts)
+    if num_rows is None:
+        num_rows = most_rows(num_pairs, num_experts)
     num_parts, bins = triton.cdiv(num_pairs, _PAIRS), max(16, triton.next_power_of_2(num_experts))
     experts = experts_NK.to(torch.int32).contiguous()
     layout = Layout(
