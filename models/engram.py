@@ -7,8 +7,11 @@ Source: DeepSeek-V4.1 report, section 2.4.2; the hash constants reproduce the re
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy
 import torch
@@ -17,10 +20,12 @@ from torch.nn import functional
 
 from ppruntime.models.dims import ModelDims
 from ppruntime.models.engram_hash import bucket_sizes
+from ppruntime.models.engram_kernels import REFERENCE, EngramKernels
+from ppruntime.models.engram_rows import TableRows, rows_held
 from ppruntime.models.keep_inputs import named_op
 from ppruntime.models.linear import Linear
-from ppruntime.models.norm import inverse_rms
 from ppruntime.models.precision import widened
+from ppruntime.models.weight_copies import WeightCopies
 
 
 def hash_multipliers(layer: int, max_order: int, compressed_vocab: int) -> tuple[int, ...]:
@@ -106,9 +111,18 @@ def _shifted(x_BT: Tensor, back: int) -> Tensor:
     return functional.pad(x_BT, (back, 0))[:, : x_BT.shape[1]]
 
 
-@named_op("engram_rows(Tensor table, Tensor rows) -> Tensor")
-def _engram_rows(table: Tensor, rows_BTH: Tensor) -> Tensor:
-    return functional.embedding(rows_BTH, table)
+@named_op("engram_rows(Tensor table, Tensor rows, ScalarType dtype) -> Tensor")
+def _engram_rows(table: Tensor, rows_BTH: Tensor, dtype: torch.dtype) -> Tensor:
+    return functional.embedding(rows_BTH, table).to(dtype)
+
+
+_SOURCES: WeakValueDictionary[str, TableRows] = WeakValueDictionary()
+"""Ops take names, not objects."""
+
+
+@named_op("engram_fetched(Tensor rows, str source) -> Tensor")
+def _engram_fetched(rows_BTH: Tensor, source: str) -> Tensor:
+    return _SOURCES[source].fetch(rows_BTH)
 
 
 class _Lookup(torch.autograd.Function):
@@ -116,17 +130,34 @@ class _Lookup(torch.autograd.Function):
     nothing: its own gradient would be a second table, nearly all of it zeros."""
 
     @staticmethod
-    def forward(ctx: Any, rows_BTH: Tensor, table: Tensor) -> Tensor:
+    def forward(ctx: Any, rows_BTH: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(rows_BTH)
         ctx.parameter = table
-        return _engram_rows(table, rows_BTH)
+        return _engram_rows(table, rows_BTH, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         (rows_BTH,) = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
             add_row_grads(ctx.parameter, rows_BTH.flatten(), grad.flatten(0, -2))
-        return None, None
+        return None, None, None
+
+
+class _FetchedRows(torch.autograd.Function):
+    """The same of a table that `TableRows` stands before. `table` says that there is a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_BTH: Tensor, table: Tensor, source: TableRows, name: str) -> Tensor:
+        ctx.save_for_backward(rows_BTH)
+        ctx.source, ctx.routes = source, source.routes_of(rows_BTH)
+        return _engram_fetched(rows_BTH, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+        (rows_BTH,) = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            ctx.source.add(rows_BTH, ctx.routes, grad)
+        return None, None, None, None
 
 
 def add_row_grads(table: Tensor, rows_N: Tensor, grad_NW: Tensor) -> None:
@@ -159,24 +190,49 @@ def _engram_linear(x: Tensor, weight: Tensor) -> Tensor:
     return functional.linear(x, weight)
 
 
-class Engram(nn.Module):
-    """Adds gate_i * value to stream i; value and keys come from the looked-up rows."""
+@dataclass(frozen=True, slots=True)
+class EngramOptions:
+    """How an Engram is computed, and which part of its table is here."""
+
+    kernels: EngramKernels = REFERENCE
+    rank: int = 0
+    num_ranks: int = 1
+    """Its rows are cut over so many ranks, see `engram_rows.rows_held`."""
+    tables_on_host: bool = False
+
+
+ALL_HERE = EngramOptions()
+"""Plain PyTorch, with the whole table beside the other parameters."""
+
+
+class Engram(WeightCopies):
+    """Adds gate_i * value to stream i; value and keys come from the looked-up rows.
+
+    `table` has the rows from `first_row` on that this rank holds. Whoever makes it a part, or wants
+    rows ahead of the forward, hands a `TableRows` to `read_through`: then rows come from there, and
+    gradients go there until `flush_weight_grads`.
+    """
 
     def __init__(
         self,
         dims: ModelDims,
         layer: int,
         *,
+        options: EngramOptions = ALL_HERE,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.dims = dims
+        self.dims, self.kernels = dims, options.kernels
         num_streams, hidden = dims.num_streams, dims.hidden_size
         sizes = bucket_sizes(dims)[dims.engram_layers.index(layer)]
         row_width = dims.engram_head_dim
         self.hash = NgramHash(dims, layer, device=device)
-        self.table = nn.Parameter(torch.empty(sum(sizes), row_width, device=device, dtype=dtype))
+        self.num_rows = sum(sizes)
+        held = rows_held(self.num_rows, options.rank, options.num_ranks)
+        self.first_row = held.start
+        place = "cpu" if options.tables_on_host else device
+        self.table = nn.Parameter(torch.empty(len(held), row_width, device=place, dtype=dtype))
         self.projection = Linear(
             len(sizes) * row_width,
             (num_streams + 1) * hidden,
@@ -187,6 +243,19 @@ class Engram(nn.Module):
         """One key per stream, then the value."""
         self.query = nn.Parameter(torch.empty(num_streams, hidden, device=device, dtype=dtype))
         self.key = nn.Parameter(torch.empty(num_streams, hidden, device=device, dtype=dtype))
+        self.source: TableRows | None = None
+        self._source_name = ""
+
+    def read_through(self, source: TableRows, as_gradient: Callable[[Tensor], Tensor]) -> None:
+        """From now on rows come from `source`. `as_gradient` makes of its sums what `table.grad`
+        takes."""
+        self.source, self._as_gradient = source, as_gradient
+        self._source_name = str(id(source))
+        _SOURCES[self._source_name] = source
+
+    def flush_weight_grads(self) -> None:
+        if self.source is not None and (sums := self.source.flush()) is not None:
+            self.table.grad = self._as_gradient(sums)
 
     def forward(
         self,
@@ -196,23 +265,23 @@ class Engram(nn.Module):
         masked_BT: Tensor | None = None,
     ) -> Tensor:
         """The updated streams. Gate and sum are fp32; masked tokens stay as they are."""
-        num_streams, hidden = streams_BTSD.shape[-2:]
-        rows_BTH = self.hash(ids_BT, positions_BT, masked_BT)
-        found: Tensor = _Lookup.apply(rows_BTH, self.table)  # type: ignore[no-untyped-call]
-        found = found.flatten(-2)
-        keys, value_BTD = self.projection(found).split([num_streams * hidden, hidden], dim=-1)
-        gate_BTS1 = self._gate(streams_BTSD, keys.unflatten(-1, (num_streams, hidden)))
-        if masked_BT is not None:
-            gate_BTS1 = gate_BTS1.masked_fill(masked_BT[..., None, None], 0)
-        added = gate_BTS1 * widened(value_BTD).unsqueeze(-2)
-        return (widened(streams_BTSD) + added).to(streams_BTSD.dtype)
+        found = self._rows(self.hash(ids_BT, positions_BT, masked_BT)).flatten(-2)
+        return self.kernels.gated(
+            streams_BTSD,
+            self.projection(found),
+            self.query,
+            self.key,
+            masked_BT,
+            self.dims.norm_eps,
+        )
 
-    def _gate(self, streams_BTSD: Tensor, keys_BTSD: Tensor) -> Tensor:
-        """[B, T, S, 1]: sigmoid of the signed root of the normalised product of stream and key."""
-        streams, keys = widened(streams_BTSD), widened(keys_BTSD)
-        eps = self.dims.norm_eps
-        weights = widened(self.query) * widened(self.key)
-        product = (streams * weights * keys).sum(-1, keepdim=True)
-        scale = inverse_rms(streams, eps) * inverse_rms(keys, eps) * streams.shape[-1] ** -0.5
-        match = product * scale
-        return torch.copysign(match.abs().clamp_min(1e-6).sqrt(), match).sigmoid()
+    def _rows(self, rows_BTH: Tensor) -> Tensor:
+        """[B, T, H, W], in the type that the projection takes."""
+        dtype = self.projection.weight.dtype
+        if self.source is None:
+            found: Tensor = _Lookup.apply(rows_BTH, self.table, dtype)  # type: ignore[no-untyped-call]
+            return found
+        found = _FetchedRows.apply(  # type: ignore[no-untyped-call]
+            rows_BTH, self.table, self.source, self._source_name
+        )
+        return found

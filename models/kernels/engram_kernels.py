@@ -1,0 +1,190 @@
+"""Triton kernels of engram.py beside this file, which says what they compute.
+
+Every kernel goes along the channels of a token; the gate's stays in one program, so that a token's
+streams, keys and value come from the cache when they are read again.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, assignment"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ppruntime.models.kernels.rounding import to_bf16
+
+SIZES = ("num_tokens",)
+"""Arguments for whose values nothing is compiled anew."""
+
+
+@triton.jit
+def _cast(x, like_ptr):
+    """fp32 to the type behind a pointer, to nearest."""
+    return to_bf16(x) if like_ptr.dtype.element_ty == tl.bfloat16 else x
+
+
+@triton.jit
+def _gate_of(match):
+    root = tl.sqrt(tl.maximum(tl.abs(match), 1e-6))
+    return 1.0 / (1.0 + tl.exp(tl.where(match < 0, root, -root)))
+
+
+@triton.jit
+def gate_kernel(
+    streams_ptr, projected_ptr, query_ptr, key_ptr, masked_ptr, out_ptr, stats_ptr, eps,
+    S: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token a program. stats [N, 3, S]: match, 1 / rms of the stream, 1 / rms of the key."""
+    token = tl.program_id(0).to(tl.int64)
+    streams_ptr += token * (S * D)
+    out_ptr += token * (S * D)
+    projected_ptr += token * ((S + 1) * D)
+    stats_ptr += token * (3 * S)
+    places = tl.arange(0, BLOCK)
+    for i in tl.static_range(S):
+        xx = tl.zeros([BLOCK], tl.float32)
+        kk = tl.zeros([BLOCK], tl.float32)
+        xk = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, D, BLOCK):
+            at = i * D + start + places
+            inside = start + places < D
+            x = tl.load(streams_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            k = tl.load(projected_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            weight = tl.load(query_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            weight *= tl.load(key_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            xx += x * x
+            kk += k * k
+            xk += x * weight * k
+        inverse_x = tl.rsqrt(tl.sum(xx, 0) / D + eps)
+        inverse_k = tl.rsqrt(tl.sum(kk, 0) / D + eps)
+        match = tl.sum(xk, 0) * (inverse_x * inverse_k * D**-0.5)
+        tl.store(stats_ptr + i, match)
+        tl.store(stats_ptr + S + i, inverse_x)
+        tl.store(stats_ptr + 2 * S + i, inverse_k)
+        gate = _gate_of(match)
+        if masked_ptr is not None:
+            gate = tl.where(tl.load(masked_ptr + token) != 0, 0.0, gate)
+        for start in range(0, D, BLOCK):
+            inside = start + places < D
+            at = i * D + start + places
+            x = tl.load(streams_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            value = tl.load(projected_ptr + S * D + start + places, mask=inside, other=0.0)
+            out = _cast(x + gate * value.to(tl.float32), out_ptr)
+            tl.store(out_ptr + at, out, mask=inside)
+
+
+@triton.jit
+def factors_kernel(
+    dout_ptr, projected_ptr, masked_ptr, stats_ptr, factors_ptr,
+    S: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token a program: the numbers that weigh its channels in the backward, [N, 4, S]: gate,
+    d of the product, and what takes stream and key through their rms."""
+    token = tl.program_id(0).to(tl.int64)
+    dout_ptr += token * (S * D)
+    projected_ptr += token * ((S + 1) * D) + S * D
+    stats_ptr += token * (3 * S)
+    factors_ptr += token * (4 * S)
+    places = tl.arange(0, BLOCK)
+    for i in tl.static_range(S):
+        dots = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, D, BLOCK):
+            inside = start + places < D
+            dout = tl.load(dout_ptr + i * D + start + places, mask=inside, other=0.0)
+            value = tl.load(projected_ptr + start + places, mask=inside, other=0.0)
+            dots += dout.to(tl.float32) * value.to(tl.float32)
+        match = tl.load(stats_ptr + i)
+        inverse_x = tl.load(stats_ptr + S + i)
+        inverse_k = tl.load(stats_ptr + 2 * S + i)
+        gate = _gate_of(match)
+        size = tl.abs(match)
+        # Below the clamp the root does not move.
+        slope = tl.where(size >= 1e-6, 0.5 / tl.sqrt(tl.maximum(size, 1e-6)), 0.0)
+        dmatch = tl.sum(dots, 0) * gate * (1.0 - gate) * slope
+        if masked_ptr is not None:
+            is_masked = tl.load(masked_ptr + token) != 0
+            gate = tl.where(is_masked, 0.0, gate)
+            dmatch = tl.where(is_masked, 0.0, dmatch)
+        tl.store(factors_ptr + i, gate)
+        tl.store(factors_ptr + S + i, dmatch * (inverse_x * inverse_k * D**-0.5))
+        tl.store(factors_ptr + 2 * S + i, dmatch * match * inverse_x * inverse_x / D)
+        tl.store(factors_ptr + 3 * S + i, dmatch * match * inverse_k * inverse_k / D)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def gate_backward_kernel(
+    dout_ptr, streams_ptr, projected_ptr, query_ptr, key_ptr, factors_ptr,
+    dstreams_ptr, dprojected_ptr, dweights_ptr, num_tokens,
+    S: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """TOKENS tokens times BLOCK channels a program, tokens in order: gradients of streams, keys and
+    value, and of the gates' weights the part [S, BLOCK] of these tokens."""
+    streams = tl.arange(0, S)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < D
+    mask = (streams < S)[:, None] & inside[None, :]
+    at = streams[:, None] * D + channels[None, :]
+    weight = tl.load(query_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    weight *= tl.load(key_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    dweight = tl.zeros([S, BLOCK], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * TOKENS
+    for token in range(first, min(first + TOKENS, num_tokens)):
+        factors = factors_ptr + token * (4 * S) + streams
+        gate = tl.load(factors)[:, None]
+        dproduct = tl.load(factors + S)[:, None]
+        through_x = tl.load(factors + 2 * S)[:, None]
+        through_k = tl.load(factors + 3 * S)[:, None]
+        row = token * (S * D) + at
+        wide_row = token * ((S + 1) * D)
+        dout = tl.load(dout_ptr + row, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(streams_ptr + row, mask=mask, other=0.0).to(tl.float32)
+        k = tl.load(projected_ptr + wide_row + at, mask=mask, other=0.0).to(tl.float32)
+        dx = dout + dproduct * weight * k - through_x * x
+        tl.store(dstreams_ptr + row, _cast(dx, dstreams_ptr), mask=mask)
+        dk = dproduct * weight * x - through_k * k
+        tl.store(dprojected_ptr + wide_row + at, _cast(dk, dprojected_ptr), mask=mask)
+        dvalue = _cast(tl.sum(gate * dout, 0), dprojected_ptr)
+        tl.store(dprojected_ptr + wide_row + S * D + channels, dvalue, mask=inside)
+        dweight += dproduct * x * k
+    tl.store(dweights_ptr + tl.program_id(0).to(tl.int64) * (S * D) + at, dweight, mask=mask)
+
+
+@triton.jit
+def sum_rows_kernel(
+    x_ptr, order_ptr, ends_ptr, sums_ptr,
+    W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One sum a program: the rows of x that `order` lists from the end of the sum before."""
+    row = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    places = tl.arange(0, ROWS)
+    start = tl.load(ends_ptr + row - 1, mask=row > 0, other=0)
+    end = tl.load(ends_ptr + row)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(start, end, ROWS):
+        inside = first + places < end
+        n = tl.load(order_ptr + first + places, mask=inside, other=0).to(tl.int64)
+        mask = inside[:, None] & (channels < W)[None, :]
+        x = tl.load(x_ptr + n[:, None] * W + channels[None, :], mask=mask, other=0.0)
+        total += tl.sum(x.to(tl.float32), 0)
+    tl.store(sums_ptr + row * W + channels, total, mask=channels < W)
+
+
+@triton.jit
+def gather_kernel(table_ptr, rows_ptr, found_ptr, W: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < W
+    row = tl.load(rows_ptr + n).to(tl.int64)
+    x = tl.load(table_ptr + row * W + channels, mask=inside, other=0.0)
+    tl.store(found_ptr + n * W + channels, _cast(x, found_ptr), mask=inside)
+
+
+@triton.jit
+def add_kernel(sums_ptr, rows_ptr, x_ptr, W: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < W
+    place = sums_ptr + tl.load(rows_ptr + n).to(tl.int64) * W + channels
+    x = tl.load(x_ptr + n * W + channels, mask=inside, other=0.0)
+    tl.store(place, tl.load(place, mask=inside, other=0.0) + x, mask=inside)
