@@ -25,12 +25,14 @@ def calibrate(
     modes: str | None = None,
     depths: str | None = None,
     transfer_bytes: str = _SIZES,
+    per_step: Annotated[bool, _PLAIN] = False,
     few_samples: Annotated[bool, _PLAIN] = False,
 ) -> int:
     """Times every kind of unit of a model, and writes a calibration.
 
     In one process: units, optimizer, or with --depths whole models of two depths. Under torchrun
-    with two pipeline ranks (pp.size=2): transfers, added to the same file.
+    with two pipeline ranks (pp.size=2): transfers, added to the same file. With --per-step, one
+    process a rank of the run: what comes once a step beside the pipeline.
 
     Parameters
     ----------
@@ -46,6 +48,9 @@ def calibrate(
         TWO,DEPTHS in layers: the marginal layer, and the whole model's step from it.
     transfer_bytes
         Sizes of transfers, separated by ','.
+    per_step
+        Weights gathered and quantised, gradients reduced and clipped, the update: timed on all
+        ranks of the run. A sample is a step; few micro-batches (train.num_micro_batches=2) do.
     few_samples
         Write rows with fewer than 100 samples, as assumed ones that say so.
     """
@@ -59,21 +64,25 @@ def calibrate(
             f"--samples {samples}, --out {out}, --depths {depths}: time 1 time or more, and give "
             "either --out (units and transfers) or --depths"
         )
-    if config.parallel.ep > 1:
+    if per_step and (depths is not None or modes is not None):
+        raise ProjectionError(
+            "--per-step times steps of the run as it is; leave out --depths and --modes"
+        )
+    if config.parallel.ep > 1 and not per_step:
         raise ProjectionError(
             f"parallel.ep = {config.parallel.ep}: a unit is timed with all its experts on one rank "
             "so far; use 1, with model.num_experts divided by the ranks that would share them"
         )
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started > 1 and (depths is not None or started != config.world_size):
+    if (started != config.world_size and (started > 1 or per_step)) or (started > 1 and depths):
         raise ProjectionError(
             f"{started} processes started, the run has {config.world_size} ranks; start one for "
-            "units and depths, or pp.size x dp for transfers"
+            "units and depths, or as many as the run has for transfers and --per-step"
         )
     names = modes.split(",") if modes is not None else sorted({config.ac.mode, "none"})
     configs = {name: load(files, [*overrides, f"ac.mode={name}"]) for name in names}
     sizes = _whole_numbers("--transfer-bytes", transfer_bytes)
-    return _run(config, configs, out, samples, depths, sizes, started, few_samples)
+    return _run(config, configs, out, samples, depths, sizes, started, per_step, few_samples)
 
 
 def _run(
@@ -84,6 +93,7 @@ def _run(
     depths: str | None,
     sizes: tuple[int, ...],
     started: int,
+    per_step: bool,
     few_samples: bool,
 ) -> int:
     import torch
@@ -91,7 +101,9 @@ def _run(
     from ppruntime.ranks import Layout, join, leave
 
     torch.set_num_threads(config.run.num_threads)
-    layout = Layout(config.pp.size if started > 1 else 1, config.parallel.dp, 1)
+    layout = Layout(1, 1, 1)
+    if started > 1 or per_step:
+        layout = Layout(config.pp.size, config.parallel.dp, config.parallel.ep)
     use_cuda = config.run.device == "cuda" or (
         config.run.device == "auto" and torch.cuda.is_available()
     )
@@ -99,6 +111,9 @@ def _run(
     try:
         if depths is not None:
             _depths(config, ranks, depths, samples)
+        elif per_step:
+            assert out is not None, "given without depths"
+            _per_step(config, ranks, out, samples, few_samples=few_samples)
         elif started > 1:
             assert out is not None, "given without depths"
             _transfers(config, ranks, out, samples, sizes, few_samples=few_samples)
@@ -166,6 +181,20 @@ def _transfers(
     write_calibration(merged(out, known), out)
 
 
+def _per_step(config: Config, ranks: Ranks, out: Path, samples: int, *, few_samples: bool) -> None:
+    from ppruntime.calibrate_step import per_step_rows
+    from ppruntime.calibration_file import calibration_of, merged, write_calibration
+
+    rows = per_step_rows(config, ranks, samples)
+    if ranks.rank:
+        return
+    _say(config, ranks, samples)
+    for row in rows:
+        print(f"{row.name:<10} {1e3 * row.seconds:9.3f} ms a step; {row.source}")
+    known = calibration_of(config, few_samples=few_samples, transport="idle", per_step=rows)
+    write_calibration(merged(out, known), out)
+
+
 def _depths(config: Config, ranks: Ranks, text: str, samples: int) -> None:
     from ppruntime.calibrate import depths
 
@@ -184,10 +213,11 @@ def _depths(config: Config, ranks: Ranks, text: str, samples: int) -> None:
 
 
 def _say(config: Config, ranks: Ranks, samples: int) -> None:
-    train = config.train
+    train, layout = config.train, ranks.layout
     print(
         f"{config.model.name} on {ranks.device}: {train.micro_batch_size} x {train.seq_len:,} "
-        f"tokens, {train.precision}, 1 rank's experts, {samples} samples each"
+        f"tokens, {train.precision}, pp {layout.pp} x dp {layout.dp} x ep {layout.ep}, {samples} "
+        "samples each"
     )
 
 

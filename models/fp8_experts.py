@@ -166,6 +166,10 @@ class Fp8Experts(WeightCopies):
         self._quantized = (key, self._quantize())
         return self._quantized[1]
 
+    def renew_copies(self) -> None:
+        if self.version is not None:
+            self.quantized()
+
     def flush_weight_grads(self) -> None:
         """Adds the weight gradients that still wait for others to be fused with."""
         held, self._held = self._held, _Held()

@@ -87,6 +87,11 @@ class _Fp8Layer(WeightCopies):
         self._copies[name] = made
         return made[1]
 
+    def renew_copies(self) -> None:
+        if self.version is not None:
+            for name, _ in self.named_parameters():
+                self.blocks(name)
+
     @torch.no_grad()
     def _quantized(self, weight: Tensor) -> Blocks:
         blocks, turned = self.kernels.quantize_blocks(weight.unsqueeze(0), transposed=True)

@@ -28,6 +28,9 @@ class WeightCopies(Deferrable):
 
     version: WeightVersion | None = None
 
+    def renew_copies(self) -> None:
+        """Makes the copies of this version now, if there is one, instead of in the next forward."""
+
     def flush_weight_grads(self) -> None:
         """Adds the weight gradients that still wait for others to be added with."""
 
@@ -37,6 +40,13 @@ def set_weight_version(unit: nn.Module, version: WeightVersion | None) -> None:
     for module in unit.modules():
         if isinstance(module, WeightCopies):
             module.version = version
+
+
+def renew_copies(unit: nn.Module) -> None:
+    """Makes all copies of weights inside `unit` that its next forward would make."""
+    for module in unit.modules():
+        if isinstance(module, WeightCopies):
+            module.renew_copies()
 
 
 def flush_weight_grads(unit: nn.Module) -> None:

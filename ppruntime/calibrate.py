@@ -300,7 +300,11 @@ def _begin(stage: Stage, device: torch.device) -> None:
 
 
 def _batch(config: Config, device: torch.device) -> MicroBatch:
-    batch = open_data(config).micro_batch(0, 0, 0)
+    return on_device(open_data(config).micro_batch(0, 0, 0), device)
+
+
+def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The micro-batch's tokens, there once this returns."""
     masked = None if batch.masked is None else batch.masked.to(device)
     ids, labels, positions = (t.to(device) for t in (batch.ids, batch.labels, batch.positions))
     return MicroBatch(ids, labels, positions, masked)

@@ -105,6 +105,8 @@ class PerStep(Row, frozen=True, kw_only=True):
     name: str
     seconds: float
     p95_s: float | None = None
+    data_ranks: int | None = None
+    """Data ranks (dp x ep) that it was timed on; None: it does not depend on them."""
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

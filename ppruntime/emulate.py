@@ -21,19 +21,20 @@ from torch import Tensor
 
 from ppruntime.boundaries import expected_boundaries
 from ppruntime.build import build_stage, warm_up_stage
+from ppruntime.calibrate import on_device
 from ppruntime.calibration import StagePeak, StageTimes, TransferTimes, median_and_p95
 from ppruntime.channels import make_channels
 from ppruntime.clocks import CudaClock, HostClock, OpTimes
 from ppruntime.config import Config
 from ppruntime.connect import compute_dtype
-from ppruntime.data import Batches, open_data
+from ppruntime.data import open_data
 from ppruntime.emulate_transport import Blanks, ReplayTransport, drawn, split_channels
 from ppruntime.executor import Executor
 from ppruntime.expert_dispatch import open_dispatcher
 from ppruntime.expert_options import choose_experts
 from ppruntime.linear_options import choose_linears
 from ppruntime.messages import gather_bytes
-from ppruntime.models.carry import DIFFERENTIABLE, MicroBatch
+from ppruntime.models.carry import DIFFERENTIABLE
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut
 from ppruntime.profiling import align_clocks
@@ -195,7 +196,10 @@ def emulate(
     all_times: list[list[Times]] = []
     step_s: list[float] = []
     for step in range(_WARM_UP_STEPS + num_steps):
-        batches = [_on(device, data, ranks.data_rank, m) for m in range(train.num_micro_batches)]
+        batches = [
+            on_device(data.micro_batch(0, m, ranks.data_rank), device)
+            for m in range(train.num_micro_batches)
+        ]
         _reset(stage, device)
         _settle(ranks)
         if step == _WARM_UP_STEPS and on_cuda:
@@ -242,13 +246,6 @@ def _settle(ranks: Ranks) -> None:
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
-
-
-def _on(device: torch.device, data: Batches, data_rank: int, m: int) -> MicroBatch:
-    batch = data.micro_batch(0, m, data_rank)
-    masked = None if batch.masked is None else batch.masked.to(device)
-    ids, labels, positions = (t.to(device) for t in (batch.ids, batch.labels, batch.positions))
-    return MicroBatch(ids, labels, positions, masked)
 
 
 def _gather(times: Times, ranks: Ranks) -> list[Times]:

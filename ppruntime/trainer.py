@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ppruntime.apply_in_backward import ApplyInBackward
 from ppruntime.build import Pipeline
 from ppruntime.config import Config
+from ppruntime.config_keys import Optim
 from ppruntime.data import Batches
 from ppruntime.messages import any_rank
 from ppruntime.models.carry import MicroBatch
@@ -59,24 +60,11 @@ class Trainer:
         """Of the run so far: whoever resumes it sets them."""
         self._config = config
         self._ranks = ranks
-        optim = config.optim
         stage_mesh = ranks.stage_mesh
         self._split = (
             dict.fromkeys(pipeline.split, stage_mesh.get_group("ep")) if stage_mesh else None
         )
-        self._optimizer: torch.optim.Optimizer
-        if optim.type == "sign_sgd":
-            self._optimizer = make_sign_sgd(
-                pipeline.params, lr=optim.lr, weight_decay=optim.weight_decay
-            )
-        else:
-            self._optimizer = make_adamw(
-                pipeline.params,
-                lr=optim.lr,
-                betas=optim.betas,
-                eps=optim.eps,
-                weight_decay=optim.weight_decay,
-            )
+        self._optimizer = make_optimizer(config.optim, pipeline.params)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All tensors of this rank that a checkpoint holds, by full name: weights, buffers such as
@@ -267,6 +255,15 @@ class Trainer:
             dist.all_reduce(together, group=self._ranks.data_group)
             loads = dict(zip(loads, together, strict=True))
         return loads
+
+
+def make_optimizer(optim: Optim, params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """The run's optimizer over this rank's parameters, given by full name."""
+    if optim.type == "sign_sgd":
+        return make_sign_sgd(params, lr=optim.lr, weight_decay=optim.weight_decay)
+    return make_adamw(
+        params, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+    )
 
 
 def _router(unit: nn.Module) -> Router:

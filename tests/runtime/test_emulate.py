@@ -19,7 +19,9 @@ from ppruntime.calibration_file import calibration_of, merged, refuse_profilers,
 from ppruntime.config import load
 from ppruntime.emulate import check_emulation
 from ppruntime.emulate_transport import Blanks, ReplayTransport, drawn, split_channels
+from ppruntime.expert_options import ExpertChoice
 from ppruntime.launch.cli import main
+from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.pipeline_projection import stage_costs
 from ppruntime.plan import cut
 from ppruntime.projector import ProjectionError
@@ -133,6 +135,61 @@ def test_a_units_calibration_has_a_row_for_each_kind_and_mode_and_projects(tmp_p
     assert all(cost.pieces for cost in costs)
     assert known.per_step[0].name == "optimizer"
     assert main(["project", *run, "--calibration", str(out), "--transfer-s", "0.001"]) == 0
+
+
+PER_STEP = (
+    *("train.precision=bf16", "train.seq_len=8", "train.micro_batch_size=1"),
+    *("train.num_micro_batches=1", "data.type=counting", "pp.size=1"),
+    *("model.name=tiny-v4", "model.num_layers=1", "model.compress_ratios=[0]"),
+    *("model.num_hash_layers=0", "model.hidden_size=128", "model.expert_width=128"),
+    *("model.num_experts=2", "model.experts_per_token=1"),
+)
+
+
+def test_pieces_of_a_step_are_timed_on_the_ranks_of_the_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    in_torch = ExpertChoice(ExpertBackend.REFERENCE)
+    monkeypatch.setattr("ppruntime.build.choose_experts", lambda config: in_torch)
+    out = tmp_path / "step.json"
+    run = ["calibrate", str(TINY), *PER_STEP, "--out", str(out), "--samples", "2", "--few-samples"]
+    assert main([*run, "moe.compute.backend=triton", "--per-step"]) == 0
+    rows = {row.name: row for row in read_calibration(out).per_step}
+    assert rows.keys() == {"gather", "quantise", "reduce", "clip", "optimizer"}
+    assert {name for name, row in rows.items() if row.data_ranks is None} == {"quantise"}
+    assert all(row.seconds > 0 and row.p95_s >= row.seconds for row in rows.values())
+    assert {row.origin for row in rows.values()} == {"assumed"}, "two samples are no measurement"
+    assert "2 samples only" in rows["reduce"].source
+    capsys.readouterr()
+    updates = ["optim.type=sign_sgd", "optim.clip_norm=default", "optim.apply_in_backward=true"]
+    for wrong, complaint in (
+        (["parallel.dp=2"], "1 processes started, the run has 2 ranks"),
+        (["--modes", "none"], "leave out --depths and --modes"),
+        (updates, "nothing comes once a step that could be timed"),
+    ):
+        assert main([*run, "--per-step", *wrong]) == 2
+        assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_two_data_ranks_time_what_they_send_each_other(tmp_path):
+    out = tmp_path / "step.json"
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "-m", "ppruntime.launch.cli", "calibrate", str(TINY)),
+            *(*PER_STEP, "parallel.dp=2", "--per-step"),
+            *("--out", str(out), "--samples", "1", "--few-samples"),
+        ],
+        check=True,
+        cwd=tmp_path,
+        timeout=LIMIT_SECONDS,
+        env=environment(),
+    )
+    rows = {row.name: row for row in read_calibration(out).per_step}
+    assert rows.keys() == {"gather", "reduce", "clip", "optimizer"}
+    assert {row.data_ranks for row in rows.values()} == {2}
+    assert "slowest of 2 ranks, dp 2 x ep 1" in rows["reduce"].source
 
 
 # In this process
