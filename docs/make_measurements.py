@@ -199,8 +199,8 @@ def schedules(record: dict[str, Any]) -> str:
         for bar in record["bars"]
     )
     note = (
-        "4 ranks over gloo, 16 micro-batches, F 20 ms, B 40 ms a chunk. What the timeline does not"
-        " know is gloo's own hop, about 1 ms at latency 0."
+        "4 ranks over shared memory, 16 micro-batches, F 20 ms, B 40 ms a chunk. What the timeline"
+        " does not know is the hop's own time, in the column hop at latency 0."
     )
     return f"## Orders on sleeping stages\n\n{note}\n\n{rig}\n{torch}\n{bars}"
 

@@ -15,7 +15,7 @@ record; it was written before its run began. error = predicted / measured - 1.
 
 - v0: timeline and event simulator against an independent longest path (every order, unequal stages)
   and closed forms, 1e-9.
-- v1: real processes with sleeping stages over gloo; steps of several orders predicted from the op
+- v1: real processes with sleeping stages on one host; steps of several orders predicted from the op
   times and hop that a shorter step of another order gave; 3 %.
 - v2: each half of a pipeline emulated, the other half replayed; from both, the whole pipeline's
   step; 5 %. The first half's cycle x (M + P - 1) is for the record: it does not know the order.

@@ -81,7 +81,9 @@ class Pipeline(Section, frozen=True):
     ) = None
     """Extra forwards in flight: s gives rank r s (size - 1 - r) forwards before its first backward,
     a list gives that number for each rank. Default: 2 for async_1f1b. Bitwise."""
-    transport: Literal["auto", "local", "gloo", "nccl", "copy_engine", "put"] = "auto"
+    transport: Literal["auto", "local", "gloo", "shared_memory", "nccl", "copy_engine", "put"] = (
+        "auto"
+    )
     """What moves boundaries between ranks. Default: the fastest one that works here. Bitwise."""
     transport_ctas: Count | None = None
     """Thread blocks that an nccl transfer may occupy. Default: NCCL's. Bitwise."""

@@ -1,6 +1,6 @@
 """Pipelines whose stages sleep instead of computing: an order's efficiency, measured on any laptop.
 
-The real executor, orders and gloo transport run; only the work of a stage is a sleep, and a
+The real executor, orders and transport run; only the work of a stage is a sleep, and a
 transfer takes a given time longer. Two cores carry any number of sleeping ranks.
 """
 

@@ -42,7 +42,7 @@ Call = tuple[str, Channel, int]
 
 def kinds(num_ranks: int) -> list[Any]:
     """The kinds that this machine has for `num_ranks` ranks, as pytest parameters."""
-    return ["local", "gloo"] + [
+    return ["local", "gloo", "shared_memory"] + [
         pytest.param(
             kind,
             id=f"over_{kind}",  # what `-k` can pick

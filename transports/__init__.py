@@ -4,7 +4,7 @@ Start with `base`, what every transport promises.
 
 all kinds     ledger (checks of every call), slots (receive buffers), agree (what ranks compare
               before the first transfer), per_channel (each channel by its own kind), selftest
-anywhere      local (inside a process), p2p (gloo, over connection)
+anywhere      local (inside a process), shared_memory (inside a host), p2p (gloo, over connection)
 GPUs          nccl (over communicators), copy_engine (over peer_memory), put
 on GPUs       device (order, events, deadlines, abort, for all three), watchdog, lives (dead peers),
               ring (slots in turn), opening (over meeting), background (calls that may hang)
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import socket
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
@@ -27,8 +26,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ppruntime.transports import agree, per_channel
 from ppruntime.transports.base import Channel, Transport, TransportError
+from ppruntime.transports.lives import host_name
 
-KINDS = ("auto", "local", "gloo", "nccl", "copy_engine", "put")
+KINDS = ("auto", "local", "gloo", "shared_memory", "nccl", "copy_engine", "put")
 """What `open_transport` takes. `auto` picks for each channel, see `per_channel.choose_kind`."""
 
 _MODULE_OF = {kind: kind for kind in KINDS} | {"gloo": "p2p"}
@@ -152,7 +152,7 @@ def _agreed_kinds(
         PrefixStore("abilities", store),
         rank,
         ranks,
-        json.dumps([socket.gethostname(), usable]),
+        json.dumps([host_name(), usable]),
         timeout_seconds=timeout_seconds,
         what="choosing transports",
     )

@@ -1,10 +1,11 @@
-"""Whether another process of this host still lives, without a connection to it.
+"""Which host this is, and whether another process of it still lives, without a connection to it.
 
 A process id alone can be given away again, so a process is named by its id and its start time.
 """
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,14 @@ class Life:
             or fields[_STATE] in _DEAD_STATES
             or int(fields[_START_TIME]) != self.start_time
         )
+
+
+def host_name() -> str:
+    """This host by a name unique over the machines: the boot id tells apart hosts, or virtual
+    machines, that bear one name."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    boot = boot_id.read_text().strip() if boot_id.is_file() else "unknown"
+    return f"{socket.gethostname()}/{boot}"
 
 
 def life_of(pid: int) -> Life | None:

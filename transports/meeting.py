@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -16,7 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from ppruntime.transports.base import Channel, TransportError
 from ppruntime.transports.device import end_process
-from ppruntime.transports.lives import Life, life_of, parse_life
+from ppruntime.transports.lives import Life, host_name, life_of, parse_life
 from ppruntime.transports.nccl_api import Nccl, version_text
 
 _GRACE_SECONDS = 15.0
@@ -40,12 +38,9 @@ def parse_place(text: str) -> Place:
 
 
 def own_place(device: torch.device) -> Place:
-    """The boot id tells apart hosts, or virtual machines, that bear one name."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    boot = boot_id.read_text().strip() if boot_id.is_file() else "unknown"
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     life = life_of(os.getpid())
-    return Place(f"{socket.gethostname()}/{boot}", gpu, str(life or "unseen"))
+    return Place(host_name(), gpu, str(life or "unseen"))
 
 
 def swap_places(

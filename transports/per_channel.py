@@ -18,15 +18,15 @@ def choose_kind(
 ) -> str:
     """The kind that `auto` gives a channel; the same on every rank, as it depends on nothing else.
 
-    local within a rank; gloo on the CPU; on GPUs copy_engine inside a host, as it takes no SMs,
-    else put, which takes none either and reaches further, else nccl. `host_of` names each rank's
-    host; `available` are the kinds that every rank can use.
+    local within a rank. On the CPU shared_memory inside a host, else gloo. On GPUs copy_engine
+    inside a host, as it takes no SMs, else put, which takes none either and reaches further, else
+    nccl. `host_of` names each rank's host; `available` are the kinds that every rank can use.
     """
     if channel.src_rank == channel.dst_rank:
         return "local"
-    if device_type == "cpu":
-        return "gloo"
     is_one_host = host_of[channel.src_rank] == host_of[channel.dst_rank]
+    if device_type == "cpu":
+        return "shared_memory" if is_one_host and "shared_memory" in available else "gloo"
     if is_one_host and "copy_engine" in available:
         return "copy_engine"
     return "put" if "put" in available else "nccl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,18 +49,26 @@ class SlotPool:
     """The `channel.slots` buffers of one channel, used in turn as a ring. The pool never grows.
 
     A slot belongs to a micro-batch from `reserve` to `release`. `trailer_bytes` more lie behind the
-    boundary in each buffer, for a transport's own use. Not thread-safe: the transport's host thread
-    drives it.
+    boundary in each buffer, for a transport's own use. `buffers` are the slots' memory where they
+    are to lie in a given place. Not thread-safe: the transport's host thread drives it.
     """
 
-    def __init__(self, channel: Channel, device: torch.device, *, trailer_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        device: torch.device,
+        *,
+        trailer_bytes: int = 0,
+        buffers: Sequence[Tensor] | None = None,
+    ) -> None:
         self._channel = channel
         self._on_cuda = device.type == "cuda"
-        num_bytes = channel.boundary.slot_bytes + trailer_bytes
+        if buffers is None:
+            num_bytes = channel.boundary.slot_bytes + trailer_bytes
+            buffers = [aligned_bytes(num_bytes, device) for _ in range(channel.slots)]
         self.slots: tuple[Slot, ...] = tuple(
             Slot(index, buffer, typed_views(channel.boundary, buffer))
-            for index in range(channel.slots)
-            for buffer in (aligned_bytes(num_bytes, device),)
+            for index, buffer in enumerate(buffers)
         )
         self._owners: list[int | None] = [None] * channel.slots
         self._num_reserved = 0

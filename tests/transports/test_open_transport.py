@@ -40,7 +40,7 @@ def _open(kind, channels, rank=0, **options):
     available=st.sets(st.sampled_from(KINDS[1:])),
     hosts=st.lists(st.sampled_from("ab"), min_size=4, max_size=4),
 )
-def test_auto_takes_local_inside_a_rank_gloo_on_cpus_and_the_cheapest_that_reaches_on_gpus(
+def test_auto_takes_local_inside_a_rank_and_else_the_cheapest_that_reaches(
     src_rank, dst_rank, device_type, available, hosts
 ):
     kind = choose_kind(
@@ -52,14 +52,15 @@ def test_auto_takes_local_inside_a_rank_gloo_on_cpus_and_the_cheapest_that_reach
     if src_rank == dst_rank:
         assert kind == "local"
     elif device_type == "cpu":
-        assert kind == "gloo"
+        is_near = hosts[src_rank] == hosts[dst_rank] and "shared_memory" in available
+        assert kind == ("shared_memory" if is_near else "gloo")
     elif hosts[src_rank] == hosts[dst_rank] and "copy_engine" in available:
         assert kind == "copy_engine"
     else:
         assert kind == ("put" if "put" in available else "nccl")
 
 
-@pytest.mark.parametrize("kind", ["auto", "local", "gloo"])
+@pytest.mark.parametrize("kind", ["auto", "local", "gloo", "shared_memory"])
 def test_a_pipeline_of_one_rank_needs_no_store_and_no_peer(kind):
     channel = _channel(0, 0, 0)
     transport = _open(kind, [channel])
@@ -115,7 +116,7 @@ def test_channels_inside_a_rank_and_between_ranks_are_driven_as_one_transport(ru
 
 
 def test_kinds_that_need_a_gpu_say_so_and_the_others_are_there():
-    assert [unavailable_reason(kind) for kind in ("auto", "local", "gloo")] == [None] * 3
+    assert [unavailable_reason(kind) for kind in ("auto", *KINDS[1:4])] == [None] * 4
     assert "choose one of auto, local, gloo" in unavailable_reason("nvlink")
 
 
@@ -188,7 +189,7 @@ def test_an_option_that_no_kind_in_use_takes_is_refused(monkeypatch):
 
 
 def test_the_options_of_every_kind_are_known_without_a_gpu():
-    assert options_of("gloo") == options_of("local") == frozenset()
+    assert options_of("gloo") == options_of("local") == options_of("shared_memory") == frozenset()
     assert options_of("nccl") == {"transport_ctas", "recv_lead", "selftest"}
     assert options_of("copy_engine") == {"selftest"}
     assert options_of("put") == {"nccl_library", "selftest"}

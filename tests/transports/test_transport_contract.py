@@ -28,7 +28,7 @@ NUM_STEPS = 2
 
 
 def _device(rank, kind):
-    return "cpu" if kind in ("local", "gloo") else torch.device("cuda", rank)
+    return torch.device("cuda", rank) if kind in GPU_KINDS else "cpu"
 
 
 def _random_pipelines(rank, open_channels, kind, stage_to_rank, seeds):
