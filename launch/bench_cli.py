@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 
 app = App(
     name="bench",
-    help="Measure: orders, transports, pipelines, layers, experts.",
+    help="Measure: orders, transports, pipelines, layers, experts, residuals.",
     default_parameter=Parameter(negative=""),
 )
 
@@ -103,6 +103,31 @@ def moe(*arguments: Rest) -> int:
 def memory(*arguments: Rest) -> int:
     """Trains one rank with each knob that saves memory: peak and step time against off."""
     return _module("bench_memory", arguments)
+
+
+@app.command
+def residuals(
+    *,
+    seeds: list[int] | None = None,
+    steps: int = 250,
+    out: Path = Path("docs/bench/residuals.json"),
+) -> int:
+    """Trains the tiny model on a CPU with each residual type: how they learn beside each other.
+
+    Gives 1 if a run fails.
+
+    Parameters
+    ----------
+    seeds
+        Seed of weights and data order, may be repeated; by default 1 and 2.
+    steps
+        Steps of each run, 25 at least.
+    out
+        JSON file to write.
+    """
+    from ppruntime.launch.bench_residuals import run
+
+    return run(seeds=seeds or (1, 2), steps=steps, out=out)
 
 
 def _module(name: str, arguments: tuple[str, ...]) -> int:

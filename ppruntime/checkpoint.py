@@ -114,8 +114,10 @@ def load(
     *,
     group: dist.ProcessGroup | None,
     verify: Verify = "full",
+    residual_type: str = "mhc",
 ) -> TrainingState:
-    """Fills this rank's tensors, in place, from a committed checkpoint of any layout.
+    """Fills this rank's tensors, in place, from a committed checkpoint of any layout, written by a
+    model of the same `residual_type`.
 
     A collective of `group`; together its ranks have to ask for all that the checkpoint holds.
     Before a tensor is touched the files are compared with the manifest ("full": sizes and sha256,
@@ -126,6 +128,7 @@ def load(
     state = _together(
         lambda: check_files(path, verify=verify, part=rank, num_parts=num_ranks), group
     )
+    _together(lambda: _check_residual(path, state, residual_type), group)
     metadata = _together(lambda: _read_metadata(path), group)
     unclaimed = _unclaimed(metadata, tensors, group)
     _together(lambda: _check_match(path, metadata, tensors, unclaimed), group)
@@ -265,6 +268,15 @@ def _unclaimed(
         claimed = claimed.to(collective_device(group))
         dist.all_reduce(claimed, op=dist.ReduceOp.MAX, group=group)
     return [name for name, mark in zip(names, claimed.tolist(), strict=True) if not mark]
+
+
+def _check_residual(path: Path, state: TrainingState, residual_type: str) -> None:
+    if state.residual_type != residual_type:
+        raise CheckpointError(
+            f'{path} was written with model.residual_type = "{state.residual_type}", this model'
+            f' has "{residual_type}", whose parameters are others; go on with'
+            f' "{state.residual_type}", or start a new run'
+        )
 
 
 def _check_match(

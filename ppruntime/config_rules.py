@@ -492,8 +492,9 @@ def _layer_kernels(config: Config) -> Iterator[Broken]:
                     f'kernels.{name} = "triton" does not run with {key} = {show(value)}; use '
                     f"{show(otherwise)}",
                 )
-    num_streams = config.model.dims.num_streams
-    if config.kernels.mhc != "reference" and num_streams not in (2, 4, 8):
+    dims = config.model.dims
+    num_streams, takes = dims.num_streams, (2, 4, 8) if dims.residual_type == "mhc" else (1,)
+    if config.kernels.mhc != "reference" and num_streams not in takes:
         yield (
             "kernels.mhc",
             f"kernels.mhc = {show(config.kernels.mhc)} takes 2, 4 or 8 streams, model.num_streams "

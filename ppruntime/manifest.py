@@ -45,6 +45,8 @@ class TrainingState:
     """Of these, those up to the last step; 0 if that was updated."""
     layout: str
     """Words on pipeline size, cut and data ranks, for people; any other layout can load it."""
+    residual_type: str = "mhc"
+    """The model's; earlier checkpoints, which do not say, have mhc."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,12 @@ def _resume(config: Config, ranks: Ranks, directory: Path, trainer: Trainer) -> 
             " name a new run.dir, or leave the key out to go on from it"
         )
     try:
-        state = checkpoint.load(latest, trainer.state_tensors(), group=ranks.world_group)
+        state = checkpoint.load(
+            latest,
+            trainer.state_tensors(),
+            group=ranks.world_group,
+            residual_type=config.model.dims.residual_type,
+        )
         trainer.weights_changed()
         trainer.skips = Skips(state.skipped, state.skipped_in_a_row)
         return state
@@ -278,6 +283,7 @@ class _Loop:
             data_cursor=cursor,
             tokens=cursor * config.train.seq_len,
             config_digest=digest(config),
+            residual_type=config.model.dims.residual_type,
             skipped=self.trainer.skips.total,
             skipped_in_a_row=self.trainer.skips.in_a_row,
             layout=(

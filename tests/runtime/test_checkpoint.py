@@ -311,6 +311,16 @@ def test_another_model_is_refused_with_the_names_that_differ(saved):
         load(saved, tensors, group=None)
 
 
+def test_another_residual_type_is_refused_by_its_name(saved):
+    match = (
+        r'was written with model\.residual_type = "mhc", this model has "gated", whose parameters '
+        r'are others; go on with "mhc", or start a new run'
+    )
+    _refused(saved, match, residual_type="gated")
+    state = load(saved, _empty(), group=None, residual_type="mhc")
+    assert state.residual_type == "mhc"
+
+
 def _load_with_a_stranger(rank, path):
     dist.init_process_group("gloo")
     names = _share(rank, 3)

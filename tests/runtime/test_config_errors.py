@@ -385,6 +385,10 @@ RULES = [
         'kernels.mhc = "triton" does not run with train.precision = "fp32"; use "reference"',
     ),
     (
+        "model.residual_type=gated model.num_streams=4",
+        "model: num_streams is 4; residual_type gated has 1",
+    ),
+    (
         "kernels.mhc=auto model.num_streams=3",
         'kernels.mhc = "auto" takes 2, 4 or 8 streams, model.num_streams is 3; use "reference"',
     ),

@@ -395,6 +395,19 @@ def test_the_plan_of_the_full_model_has_the_published_counts():
     assert max(stage["share_of_slowest"] for stage in stages) == 1
 
 
+def test_one_residual_stream_makes_the_full_plans_boundaries_84_mb_instead_of_335():
+    path = TINY.with_name("v41-flash-pp16.toml")
+    config = load([path], ["model.residual_type=gated"])
+    one_stream = [stage["boundary_bytes"] for stage in json.loads(plan_json(config))["stages"][:-1]]
+    with_mhc = [
+        boundary_bytes(preset("v41-flash"), stage.after, 1, 8192)
+        for stage in cut(preset("v41-flash"), range(16), config.pp.layers_per_stage, seq_len=8192)
+    ][:-1]
+    assert (min(with_mhc), min(one_stream)) == (335_675_392, 83_886_080)
+    # What attention shares across layers crosses in any case.
+    assert {a - b for a, b in zip(with_mhc, one_stream, strict=True)} == {335_675_392 - 83_886_080}
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_config_prints_fast_in_140_columns_without_torch(path):
     code = (
