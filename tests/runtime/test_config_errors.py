@@ -115,7 +115,7 @@ VALUES = [
         'transport = "ncl"',
         5,
         'pp.transport = "ncl" is not allowed; expected one of "auto", "copy_engine", "gloo", '
-        '"local", "nccl", "put"; did you mean "nccl"?',
+        '"local", "nccl", "put", "shared_memory"; did you mean "nccl"?',
     ),
     (
         'type = "stdlib"',
