@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,15 +18,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from ppruntime.kept_results import KeptResults
 from ppruntime.models.carry import Carry, MicroBatch
-from ppruntime.models.save_points import SavePoint, point_of
+from ppruntime.models.save_points import SavePoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +65,26 @@ def checkpoint_unit(unit: nn.Module, kept: frozenset[SavePoint] = frozenset()) -
     """Makes the unit keep its inputs and what the ops of `kept` give, and compute the rest again in
     the backward. Names stay."""
     run = unit.forward
-    contexts = partial(_saving, kept) if kept else noop_context_fn
 
     def recomputed(carry: Carry, batch: MicroBatch) -> Carry:
         # One by one, so that checkpointing saves them as tensors: whoever moves saved tensors away
         # finds them, which does not look into a Carry.
         given = [*carry[:_LOADS], *batch, *carry.loads]
-        return cast(
-            Carry,
-            checkpoint(
-                lambda *tensors: run(
-                    Carry._make((*tensors[:_LOADS], tensors[_LOADS + len(batch) :])),
-                    MicroBatch._make(tensors[_LOADS : _LOADS + len(batch)]),
-                ),
-                *given,
-                use_reentrant=False,
-                preserve_rng_state=False,  # nothing in a model is random
-                context_fn=contexts,
+        if not torch.is_grad_enabled():
+            return cast(Carry, run(carry, batch))
+        results = KeptResults(kept)
+        out = checkpoint(
+            lambda *tensors: run(
+                Carry._make((*tensors[:_LOADS], tensors[_LOADS + len(batch) :])),
+                MicroBatch._make(tensors[_LOADS : _LOADS + len(batch)]),
             ),
+            *given,
+            use_reentrant=False,
+            preserve_rng_state=False,  # nothing in a model is random
+            context_fn=results.contexts if kept else noop_context_fn,
         )
+        results.save()
+        return cast(Carry, out)
 
     # Replacing `forward` rather than the module keeps parameter names, and keeps FSDP's hooks,
     # which are attached to `__call__`, from running again in the recompute.
@@ -97,29 +93,6 @@ def checkpoint_unit(unit: nn.Module, kept: frozenset[SavePoint] = frozenset()) -
 
 _LOADS = Carry._fields.index("loads")
 """The carry's last field; those before are tensors or None."""
-
-
-def _saving(
-    kept: frozenset[SavePoint],
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Around a forward and around its recompute: the ops of `kept` run in the first one only."""
-
-    def policy(_: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-        return _MUST if _is_kept(kept, op) else _NEED_NOT
-
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
-        policy
-    )
-    return contexts
-
-
-_MUST, _NEED_NOT = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@cache
-def _is_kept(kept: frozenset[SavePoint], op: torch._ops.OpOverload) -> bool:
-    point = point_of(op.name())  # type: ignore[no-untyped-call]
-    return point is not None and point in kept
 
 
 def shard_unit(unit: nn.Module, sharding: Sharding, fp32_names: Collection[str]) -> None:
