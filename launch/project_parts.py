@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppruntime.calibration import Calibration, PerStep, read_calibration
+from ppruntime.calibration import Calibration, PerStep, on_data_ranks, read_calibration
 from ppruntime.config import Config
 from ppruntime.order import make_order
 from ppruntime.pipeline_projection import (
@@ -80,7 +80,7 @@ def pipeline_parts(
             else hop
             for index, hop in enumerate(_hops(config, plan, known, transfer_s, link))
         ),
-        per_step=_per_step(known, per_step_s),
+        per_step=_per_step(config, known, per_step_s),
         jitter=jitter,
         seed=seed,
     )
@@ -148,8 +148,11 @@ def _hops(
     )
 
 
-def _per_step(calibration: Calibration | None, text: str | None) -> tuple[PerStep, ...]:
-    """The calibration's pieces; a piece of the same name on the command line replaces it."""
+def _per_step(
+    config: Config, calibration: Calibration | None, text: str | None
+) -> tuple[PerStep, ...]:
+    """The calibration's pieces, on the run's data ranks; a piece of the same name on the command
+    line replaces it."""
     pieces = {piece.name: piece for piece in (calibration.per_step if calibration else ())}
     if text is None and not pieces:
         raise ProjectionError(
@@ -161,7 +164,7 @@ def _per_step(calibration: Calibration | None, text: str | None) -> tuple[PerSte
         value = seconds_of("--per-step-s", seconds)[0]
         key = name.strip() if equals else "rest"
         pieces[key] = PerStep(name=key, seconds=value, origin="assumed", source="--per-step-s")
-    return tuple(pieces.values())
+    return tuple(on_data_ranks(row, config.parallel.num_data_ranks) for row in pieces.values())
 
 
 def seconds_of(option: str, text: str) -> tuple[float, ...]:

@@ -92,7 +92,8 @@ def simulate(
     replicas
         Pipelines side by side that are drawn; the slowest is the step.
     data_bandwidth
-        Bytes per second at which a rank reduces gradients and gathers weights over data ranks.
+        Bytes per second at which a rank reduces gradients and gathers weights over data ranks,
+        instead of what a calibration says of that.
     offload_every
         Activations of every so many micro-batches go to the host.
     host_bandwidth
@@ -120,7 +121,12 @@ def simulate(
     from ppruntime.launch.simulate_report import Report, json_text, text
     from ppruntime.schedules.draw import chrome_trace
     from ppruntime.schedules.machine import Noise
-    from ppruntime.simulate import Surroundings, collective_seconds, stage_bytes
+    from ppruntime.simulate import (
+        Surroundings,
+        collective_seconds,
+        stage_bytes,
+        with_data_ranks,
+    )
     from ppruntime.simulate import simulate as play
 
     files = [argument for argument in arguments if "=" not in argument] or [str(PLAN_OF_RECORD)]
@@ -164,10 +170,10 @@ def simulate(
     if replicas < 1:
         raise ProjectionError(f"--replicas {replicas} is no count; give 1 or more")
     num_ranks = found.parts.schedule.num_ranks
-    reduce_s, gather_s = (
+    per_rank = (
         collective_seconds(config, found.plan, num_ranks, data_bandwidth)
         if data_bandwidth is not None
-        else ((), ())
+        else None
     )
     host = _host(host_bandwidth, offload_every)
     wants_bytes = memory or html is not None or offload_every is not None
@@ -184,17 +190,16 @@ def simulate(
             seed=seed,
         ),
         replicas=replicas,
-        reduce_s=reduce_s,
-        gather_s=gather_s,
         offload_every=offload_every,
         host=host,
         stage_bytes=stage_bytes(config, found.plan, num_ranks) if wants_bytes else None,
     )
-    simulation = play(job, found.parts, around)
+    parts, around = with_data_ranks(found.parts, around, per_rank)
+    simulation = play(job, parts, around)
     report = Report.of(
         job,
         inputs,
-        found.parts,
+        parts,
         around,
         simulation,
         goodput_numbers(

@@ -74,11 +74,12 @@ class Report:
             f"{noise.stall:g} s, seed {noise.seed}, "
             f"{len(self.simulation.replica_s)} pipelines drawn",
         ]
-        if around.reduce_s:
+        if around.reduce_s or around.gather_s:
             lines.append(
-                f"data ranks: reduction {max(around.reduce_s):.3g} s of which "
+                f"data ranks: reduction {max(around.reduce_s, default=0):.3g} s of which "
                 f"{self.simulation.step.exposed_reduce:.3g} s is exposed, gather "
-                f"{max(around.gather_s, default=0):.3g} s (modelled: --data-bandwidth)"
+                f"{max(around.gather_s, default=0):.3g} s ({around.data_origin}: "
+                f"{around.data_source})"
             )
         else:
             lines.append("data ranks: nothing said of their collectives beside --per-step-s")
@@ -160,7 +161,7 @@ _FIRST = "one thing after another"
 
 def _shares(parts: Parts, around: Surroundings, simulation: Simulation) -> dict[Origin, float]:
     """By origin of the times on the critical path. What interference and noise add to an op is of
-    their origin; collectives of the data ranks are modelled."""
+    their origin."""
     step = simulation.step
     seconds = dict.fromkeys(Origin, 0.0)
     for leg in step.critical_path:
@@ -182,6 +183,7 @@ def _shares(parts: Parts, around: Surroundings, simulation: Simulation) -> dict[
             )
     for once in parts.per_step:
         seconds[Origin(once.origin)] += once.seconds
+    seconds[around.data_origin] += step.exposed_reduce + max(around.gather_s, default=0.0)
     covered = sum(seconds.values())
     seconds[Origin.MODELLED] += max(0.0, step.seconds - covered)
     total = sum(seconds.values()) or 1.0

@@ -26,14 +26,14 @@ from ppruntime.config import Config
 from ppruntime.data import open_data
 from ppruntime.expert_options import choose_experts
 from ppruntime.linear_options import choose_linears
-from ppruntime.memory import activation_bytes, state_bytes
+from ppruntime.memory import activation_bytes
 from ppruntime.models.carry import CROSSING, DIFFERENTIABLE, MicroBatch
 from ppruntime.models.dims import UnitSpec, unit_specs
-from ppruntime.optim import make_adamw
 from ppruntime.plan import StagePlan, cut
 from ppruntime.projector import ProjectionError
 from ppruntime.ranks import Ranks
 from ppruntime.stage import Stage
+from ppruntime.trainer import make_optimizer
 from ppruntime.transports import open_transport
 from ppruntime.transports.base import Boundary, Channel, TensorSpec
 from ppruntime.wrap import hold_gradients
@@ -101,7 +101,8 @@ def unit_rows(
 
 
 def optimizer_row(config: Config, ranks: Ranks, samples: int) -> PerStep:
-    """AdamW's step of the busiest stage: measured on one unit, scaled by the bytes of its state."""
+    """The update of the busiest stage: measured on one unit, scaled by the bytes of its state; and
+    for one data rank, as the unit was alone."""
     dims = config.model.dims
     plan = cut(
         dims,
@@ -114,21 +115,23 @@ def optimizer_row(config: Config, ranks: Ranks, samples: int) -> PerStep:
     params = dict(stage.units.named_parameters())
     for param in params.values():
         param.grad = torch.randn_like(param) * 1e-3
-    optim = config.optim
-    optimizer = make_adamw(
-        params, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
-    )
+    optimizer = make_optimizer(config.optim, params)
     seconds, _ = median_and_p95(timed(optimizer.step, samples, ranks.device))
-    here = state_bytes(config, _alone(spec)).optimizer
-    most = max(state_bytes(config, each).optimizer for each in plan)
+    here = _num_parameters((spec,))
+    most = max(_num_parameters(each.units) for each in plan)
     return PerStep(
         name="optimizer",
         seconds=seconds * most / here,
         origin="modelled",
-        source=f"AdamW on {spec.name}, {samples} samples, x bytes of the busiest stage's state "
-        f"({most:,}) over its own ({here:,})",
+        source=f"{config.optim.type} on {spec.name}, {samples} samples, x parameters of the "
+        f"busiest stage ({most:,}) over its own ({here:,})",
         samples=samples,
+        data_ranks=1,
     )
+
+
+def _num_parameters(specs: Sequence[UnitSpec]) -> int:
+    return sum(spec.parameters + spec.engram_parameters for spec in specs)
 
 
 def transfer_rows(

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from ppruntime.models.dims import ModelDims, UnitKind, UnitSpec
-from ppruntime.projector import Origin, ProjectionError
+from ppruntime.projector import Origin, ProjectionError, weakest
 
 LEAST_SAMPLES = 100
 """A measured row with fewer says too little about a median and a 95th percentile."""
@@ -187,6 +187,40 @@ def transfer_seconds(rows: Sequence[TransferTimes], num_bytes: int) -> tuple[flo
     high = ordered[above]
     part = (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)
     return low.seconds + part * (high.seconds - low.seconds), False
+
+
+SENT = ("gather", "reduce")
+"""Per-step pieces that data ranks send each other."""
+
+
+def on_data_ranks(row: PerStep, num: int) -> PerStep:
+    """The piece on `num` data ranks: as it is if it was timed on so many, else a model of it.
+
+    On n ranks (n - 1) / n of a rank's bytes are sent, and all else is done on its own shard, 1 / n.
+    Raises ProjectionError for a piece that is sent and was timed on one rank alone.
+    """
+    timed = row.data_ranks
+    if timed is None or timed == num:
+        return row
+    if row.name in SENT:
+        if timed == 1:
+            raise ProjectionError(
+                f"the calibration's {row.name} was timed on one data rank, which sends nothing, "
+                f"and the run has {num}; time it on two or more (ppruntime calibrate --per-step "
+                f"with parallel.dp=2), or give --per-step-s {row.name}=SECONDS"
+            )
+        factor = (1 - 1 / num) / (1 - 1 / timed)
+    else:
+        factor = timed / num
+    p95 = None if row.p95_s is None else row.p95_s * factor
+    return msgspec.structs.replace(
+        row,
+        seconds=row.seconds * factor,
+        p95_s=p95,
+        data_ranks=num,
+        origin=weakest(Origin(row.origin), Origin.MODELLED).value,
+        source=f"{row.source}, x {factor:.3g} for {num} data ranks",
+    )
 
 
 def median_and_p95(values: Sequence[float]) -> tuple[float, float]:

@@ -105,7 +105,8 @@ def refuse_profilers() -> None:
 def merged(path: Path, new: Calibration) -> Calibration:
     """`new` with the rows that the file at `path` has beside them; `new` alone if there is no file.
 
-    Rows of one thing are the new ones. Raises ProjectionError if the file is of another run.
+    Rows of one thing are the new ones, unless only the old one was measured. Raises ProjectionError
+    if the file is of another run.
     """
     if not path.exists():
         return new
@@ -122,7 +123,10 @@ def merged(path: Path, new: Calibration) -> Calibration:
     changes: dict[str, object] = {"layers_per_stage": cuts.pop() if cuts else None}
     for group, keys in _KEYS.items():
         rows = {tuple(getattr(row, k) for k in keys): row for row in getattr(old, group)}
-        rows |= {tuple(getattr(row, k) for k in keys): row for row in getattr(new, group)}
+        for row in getattr(new, group):
+            key = tuple(getattr(row, k) for k in keys)
+            if row.origin != "modelled" or key not in rows or rows[key].origin != "measured":
+                rows[key] = row
         changes[group] = tuple(rows[key] for key in sorted(rows))
     return msgspec.structs.replace(new, **changes)
 

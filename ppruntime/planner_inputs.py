@@ -8,7 +8,7 @@ from itertools import product
 from msgspec.structs import replace
 
 from ppruntime.calibrate_kernels import Kernels
-from ppruntime.calibration import Calibration, transfer_seconds, unit_type
+from ppruntime.calibration import Calibration, on_data_ranks, transfer_seconds, unit_type
 from ppruntime.config_keys import Config, ExpertCompute
 from ppruntime.memory import activation_bytes, compute_dtype_name, state_bytes
 from ppruntime.models.dims import UnitKind, UnitSpec, boundary_bytes, unit_specs
@@ -43,7 +43,10 @@ def task_of(
         reserved_bytes=reserved_bytes,
         variants=tuple(variants) or expert_variants(config),
         host_bytes_per_s=host_bytes_per_s,
-        per_step_s=sum(piece.seconds for piece in calibration.per_step),
+        per_step_s=sum(
+            on_data_ranks(piece, config.parallel.num_data_ranks).seconds
+            for piece in calibration.per_step
+        ),
     )
 
 

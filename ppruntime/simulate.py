@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from ppruntime.calibration import SENT
 from ppruntime.config_keys import Config
 from ppruntime.memory import activation_bytes, state_bytes
 from ppruntime.models.dims import unit_parameters
 from ppruntime.models.parameters import Part
 from ppruntime.pipeline_projection import Parts
 from ppruntime.plan import StagePlan
-from ppruntime.projector import Job, Origin, Pace, ProjectionError
+from ppruntime.projector import Job, Origin, Pace, ProjectionError, weakest
 from ppruntime.schedules.costs import Costs, StageBytes
 from ppruntime.schedules.machine import HostCopies, Interference, Link, Machine, Noise, StepEnd
 from ppruntime.schedules.ops import Kind, Schedule
@@ -41,6 +42,9 @@ class Surroundings:
     """Per rank: gradients over the data ranks; begins when the rank's last op is done."""
     gather_s: tuple[float, ...] = ()
     """Per rank: weights over the data ranks, before the next step."""
+    data_source: str = "--data-bandwidth"
+    """Of these two, as `data_origin`."""
+    data_origin: Origin = Origin.MODELLED
     offload_every: int | None = None
     """Activations of every so many micro-batches go to the host; None: none do."""
     host: HostCopies | None = None
@@ -97,6 +101,34 @@ def machine_of(parts: Parts, around: Surroundings) -> Machine:
             together=sum(piece.seconds for piece in parts.per_step),
             gather=around.gather_s,
         ),
+    )
+
+
+def with_data_ranks(
+    parts: Parts, around: Surroundings, per_rank: tuple[Sequence[float], Sequence[float]] | None
+) -> tuple[Parts, Surroundings]:
+    """Both with the data ranks' collectives in `around`: from `per_rank` seconds of (reducing,
+    gathering), else from the per-step pieces of these names, which every rank then takes as soon as
+    its own work is done. Pieces that go there are no longer among `parts`."""
+    rest = tuple(row for row in parts.per_step if row.name not in SENT)
+    timed = {row.name: row for row in parts.per_step if row.name in SENT}
+    parts = replace(parts, per_step=rest)
+    if per_rank is not None:
+        reduce_s, gather_s = per_rank
+        return parts, replace(around, reduce_s=tuple(reduce_s), gather_s=tuple(gather_s))
+    if not timed:
+        return parts, around
+    num_ranks = parts.schedule.num_ranks
+
+    def on_all(name: str) -> tuple[float, ...]:
+        return (timed[name].seconds,) * num_ranks if name in timed else ()
+
+    return parts, replace(
+        around,
+        reduce_s=on_all("reduce"),
+        gather_s=on_all("gather"),
+        data_source="; ".join(f"{name}: {row.source}" for name, row in timed.items()),
+        data_origin=weakest(*(Origin(row.origin) for row in timed.values())),
     )
 
 

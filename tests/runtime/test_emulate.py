@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from ppruntime.calibration import Calibration, StageTimes, read_calibration
+from ppruntime.calibration import Calibration, PerStep, StageTimes, read_calibration
 from ppruntime.calibration_file import calibration_of, merged, refuse_profilers, write_calibration
 from ppruntime.config import load
 from ppruntime.emulate import check_emulation
@@ -268,6 +268,15 @@ def test_calibrations_of_another_run_few_samples_and_profilers_are_refused(tmp_p
     with pytest.raises(ProjectionError, match="stages of another cut"):
         merged(path, known(layers_per_stage=(8.0, 0.0, 0.0, 0.0)))
     assert len(merged(path, known()).stages) == 1
+    timed, guessed = (
+        PerStep(name="optimizer", seconds=s, origin=o, source="test", samples=100)
+        for s, o in ((1.0, "measured"), (2.0, "modelled"))
+    )
+    beside = tmp_path / "step.json"
+    for row, seconds in ((guessed, 2.0), (timed, 1.0), (guessed, 1.0)):
+        new = calibration_of(config, few_samples=False, transport="gloo", per_step=[row])
+        write_calibration(merged(beside, new), beside)
+        assert read_calibration(beside).per_step[0].seconds == seconds
     path.write_text(json.dumps(json.loads(path.read_text()) | {"zero_weights": True}))
     with pytest.raises(ProjectionError, match="weights were zeros"):
         read_calibration(path)

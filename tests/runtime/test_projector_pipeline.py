@@ -16,6 +16,7 @@ from ppruntime.calibration import (
     StageTimes,
     TransferTimes,
     UnitTimes,
+    on_data_ranks,
     read_calibration,
     transfer_seconds,
     unit_type,
@@ -423,6 +424,25 @@ def test_a_file_is_read_back_as_it_was_written(tmp_path):
     assert read_calibration(path) == known
     assert isinstance(known.stages[0], StageTimes)
     assert isinstance(known.units[0], UnitTimes)
+
+
+# Pieces of a step
+
+
+def test_pieces_timed_on_other_data_ranks_are_models_of_the_runs():
+    def piece(name: str, data_ranks: int | None) -> PerStep:
+        return PerStep(**row(name=name, seconds=1.0, p95_s=2.0, data_ranks=data_ranks))
+
+    reduce = on_data_ranks(piece("reduce", 2), 12)
+    assert reduce.seconds == pytest.approx((11 / 12) / (1 / 2))
+    assert reduce.p95_s == pytest.approx(2 * reduce.seconds)
+    assert (reduce.origin, reduce.data_ranks) == ("modelled", 12)
+    assert reduce.source == "run 1, x 1.83 for 12 data ranks"
+    assert on_data_ranks(piece("optimizer", 2), 12).seconds == pytest.approx(2 / 12)
+    for same in (piece("reduce", 12), piece("quantise", None)):
+        assert on_data_ranks(same, 12) is same
+    with pytest.raises(ProjectionError, match="which sends nothing, and the run has 12; time it"):
+        on_data_ranks(piece("gather", 1), 12)
 
 
 # Hops

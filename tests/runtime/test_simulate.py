@@ -75,6 +75,37 @@ def test_on_an_ideal_cluster_simulate_and_project_say_the_same(command):
     assert simulated["mfu"] == pytest.approx(projected["mfu"], rel=1e-9)
 
 
+def test_a_reduction_that_was_timed_hides_in_the_drain_and_keeps_its_origin(command, tmp_path):
+    """Equal stages: rank 0 ends last, so its reduction alone is exposed, and the gather."""
+    times = {"origin": "measured", "source": "run 1", "samples": 100}
+    ops = {"forward_s": 0.0416, "input_grad_s": 0.0625, "weight_grad_s": 0.0347}
+    pieces = {"reduce": 0.4, "gather": 0.2, "optimizer": 0.1}
+    known = {
+        **{"schema": 1, "command": "", "device": "", "versions": {}, "date": ""},
+        **{"model": "v41-flash", "seq_len": 8192, "micro_batch_size": 1, "ep": 8, "seeds": [0]},
+        **{"transport": "idle", "routing": "", "zero_weights": False, "profiled": False},
+        "layers_per_stage": [2.5] * 16,
+        "stages": [{**times, **ops, "stage": stage} for stage in range(16)],
+        "per_step": [
+            {**times, "name": n, "seconds": s, "data_ranks": 96} for n, s in pieces.items()
+        ],
+    }
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(known))
+    rest = " --gpus 1536 train.num_micro_batches=40 --transfer-s 0.0073 --json"
+    rest += f" --calibration {path}"
+    code, out, err = command("simulate" + rest)
+    assert (code, err) == (0, "")
+    found, project = json.loads(out), json.loads(command("project" + rest)[1])
+    assert found["exposed_reduce_s"] == pytest.approx(0.4)
+    assert found["step_s"] == pytest.approx(project["step_s"])
+    assert found["shares"]["measured"] > 0.9
+    assert "(measured: reduce: run 1; gather: run 1)" in " ".join(found["conditions"])
+    with_rate = json.loads(command("simulate" + rest + " --data-bandwidth 46e9")[1])
+    assert "(modelled: --data-bandwidth)" in " ".join(with_rate["conditions"])
+    assert with_rate["step_s"] != found["step_s"]
+
+
 def test_data_ranks_move_the_bytes_of_the_published_estimate():
     """fp32 gradients of three MoE blocks' experts over 12 replicas: 18.7 GB, 0.41 s at 46 GB/s;
     beside them the dense parts of two attention and three MoE halves over 96 ranks."""
