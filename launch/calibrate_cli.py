@@ -110,7 +110,7 @@ def _run(
     ranks = join(layout, use_cuda=use_cuda, timeout_seconds=config.fault.init_timeout_seconds)
     try:
         if depths is not None:
-            _depths(config, ranks, depths, samples)
+            _depths(config, ranks, depths, samples, few_samples=few_samples)
         elif per_step:
             assert out is not None, "given without depths"
             _per_step(config, ranks, out, samples, few_samples=few_samples)
@@ -195,20 +195,34 @@ def _per_step(config: Config, ranks: Ranks, out: Path, samples: int, *, few_samp
     write_calibration(merged(out, known), out)
 
 
-def _depths(config: Config, ranks: Ranks, text: str, samples: int) -> None:
+def _depths(config: Config, ranks: Ranks, text: str, samples: int, *, few_samples: bool) -> None:
     from ppruntime.calibrate import depths
+    from ppruntime.calibration import LEAST_SAMPLES
+    from ppruntime.models.dims import counts
 
+    if samples < LEAST_SAMPLES and not few_samples:
+        raise ProjectionError(
+            f"--samples {samples} is too few for a median and a 95th percentile; take "
+            f"{LEAST_SAMPLES} or more, or say --few-samples"
+        )
     numbers = _whole_numbers("--depths", text)
     if len(numbers) != 2:
         raise ProjectionError(f"--depths {text!r} is not two depths; write such as 4,8")
     found = depths(config, ranks, *numbers, samples)
     _say(config, ranks, samples)
-    for depth, seconds in zip(found.depths, found.step_s, strict=True):
-        print(f"{depth:>3} layers {1e3 * seconds:10.3f} ms a micro-batch (measured)")
-    print(f"one layer {1e3 * found.layer_s:9.3f} ms (modelled: their difference)")
+    label = "measured" if samples >= LEAST_SAMPLES else f"assumed: {samples} samples only"
+    for depth, seconds, p95 in zip(found.depths, found.step_s, found.step_p95_s, strict=True):
+        print(
+            f"{depth:>3} layers {1e3 * seconds:10.3f} ms a micro-batch, 95 % within "
+            f"{1e3 * p95:.3f} ms ({label})"
+        )
+    print(f"one layer  {1e3 * found.layer_s:10.3f} ms (modelled: what layers between them take)")
+    tokens = config.train.micro_batch_size * config.train.seq_len
+    rate = counts(config.model.dims).flops_per_token * tokens / found.whole_s
     print(
-        f"{found.num_layers:>3} layers {1e3 * found.whole_s:10.3f} ms a micro-batch "
-        "(modelled: no pipeline, no optimizer)"
+        f"{found.num_layers:>3} layers {1e3 * found.whole_s:10.3f} ms a micro-batch, "
+        f"{rate / 1e12:.4g} TFLOP/s by 6N (modelled: all layers as those, no pipeline, nothing "
+        "that comes once a step)"
     )
 
 

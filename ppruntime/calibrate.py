@@ -48,12 +48,20 @@ class Depths:
     depths: tuple[int, int]
     step_s: tuple[float, float]
     """One micro-batch forward and back through embedding, so many layers, and head: medians."""
-    layer_s: float
-    """(later - earlier) / (difference of depths)."""
-    whole_s: float
-    """Of all the model's layers: step_s[0] + (layers - depths[0]) x layer_s."""
+    step_p95_s: tuple[float, float]
     num_layers: int
+    """Of the whole model."""
     samples: int
+
+    @property
+    def layer_s(self) -> float:
+        """What a layer more takes."""
+        return (self.step_s[1] - self.step_s[0]) / (self.depths[1] - self.depths[0])
+
+    @property
+    def whole_s(self) -> float:
+        """With all the model's layers, as if each were as those between the two depths."""
+        return self.step_s[0] + (self.num_layers - self.depths[0]) * self.layer_s
 
 
 def unit_rows(
@@ -196,7 +204,7 @@ def depths(config: Config, ranks: Ranks, shallow: int, deep: int, samples: int) 
             f"--depths {shallow},{deep}: give two depths of the model's {num_layers} layers, the "
             "smaller first, such as 4,8"
         )
-    medians = []
+    medians, highs = [], []
     for depth in (shallow, deep):
         units = (specs[0], *specs[1 : 1 + 2 * depth], specs[-1])
         plan = StagePlan(index=0, rank=0, units=units, before=None, after=specs[-1])
@@ -208,15 +216,15 @@ def depths(config: Config, ranks: Ranks, shallow: int, deep: int, samples: int) 
             stage.forward(0, (), batch)
             stage.backward(0, ())
 
-        medians.append(median_and_p95(timed(step, samples, ranks.device))[0])
+        median, p95 = median_and_p95(timed(step, samples, ranks.device))
+        medians.append(median)
+        highs.append(p95)
         del stage, step
         _clean(ranks.device)
-    layer_s = (medians[1] - medians[0]) / (deep - shallow)
     return Depths(
         depths=(shallow, deep),
         step_s=(medians[0], medians[1]),
-        layer_s=layer_s,
-        whole_s=medians[0] + (num_layers - shallow) * layer_s,
+        step_p95_s=(highs[0], highs[1]),
         num_layers=num_layers,
         samples=samples,
     )

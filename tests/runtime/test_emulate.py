@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import msgspec
 import pytest
 import torch
 
+from ppruntime.calibrate import Depths
 from ppruntime.calibration import Calibration, PerStep, StageTimes, read_calibration
 from ppruntime.calibration_file import calibration_of, merged, refuse_profilers, write_calibration
 from ppruntime.config import load
@@ -135,6 +137,38 @@ def test_a_units_calibration_has_a_row_for_each_kind_and_mode_and_projects(tmp_p
     assert all(cost.pieces for cost in costs)
     assert known.per_step[0].name == "optimizer"
     assert main(["project", *run, "--calibration", str(out), "--transfer-s", "0.001"]) == 0
+
+
+def test_a_marginal_layer_makes_the_whole_model():
+    """Embedding and head 3 s, a layer 2 s."""
+    found = Depths(
+        depths=(4, 8), step_s=(11.0, 19.0), step_p95_s=(12.0, 20.0), num_layers=40, samples=100
+    )
+    assert found.layer_s == 2.0
+    assert found.whole_s == 83.0
+
+
+def test_two_depths_are_timed_and_say_what_is_measured(monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    run = ["calibrate", str(TINY), *SMALL, "--depths", "1,2", "--samples", "2"]
+    assert main(run) == 2
+    assert "--samples 2 is too few" in capsys.readouterr().err
+    assert main([*run, "--few-samples"]) == 0
+    first, *rows = capsys.readouterr().out.splitlines()
+    assert "1 x 8 tokens" in first
+    ms = [float(re.search(r" ([-\d.]+) ms", row)[1]) for row in rows]
+    assert ["samples only" in row for row in rows] == [True, True, False, False]
+    assert min(ms[:2]) > 0
+    assert ms[2] == pytest.approx(ms[1] - ms[0], abs=0.0021)
+    assert ms[3] == pytest.approx(ms[0] + 7 * ms[2], abs=0.01)
+    for wrong, complaint in (
+        ("4", "is not two depths"),
+        ("2,2", "the smaller first"),
+        ("4,9", "depths of the model's 8 layers"),
+    ):
+        given = ["--depths", wrong, "--few-samples", "--samples", "1"]
+        assert main(["calibrate", str(TINY), *SMALL, *given]) == 2
+        assert complaint in capsys.readouterr().err
 
 
 PER_STEP = (
