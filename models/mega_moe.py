@@ -27,7 +27,7 @@ K experts per token, E experts, L experts here, P ranks, R pool rows, D model wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from ppruntime.models.dispatch import AnyExperts, Exchange
+from ppruntime.models.expert_products import weight_grad
 from ppruntime.models.experts import Experts
 from ppruntime.models.fp8_experts import ExpertWeights, Fp8Experts, MicroBatch
 from ppruntime.models.kernels.mega_moe import (
@@ -99,8 +100,8 @@ class Kept(NamedTuple):
     """int32 place of each pair; -1 where it is routed nowhere."""
     packed: Tensor
     """The plan, see `mega_moe_plan.unpacked`."""
-    bounds: Tensor
-    """On the host: first row of each expert here, then their numbers of rows."""
+    rows_L: Tensor
+    """On the host: pool rows of each expert here, padding included."""
 
 
 class Gradients(NamedTuple):
@@ -119,7 +120,7 @@ class Bf16MicroBatch(NamedTuple):
     gate_up_grad_RC: Tensor
     inner_RF: Tensor
     grad_RD: Tensor
-    bounds: Tensor
+    rows_L: Tensor
 
 
 class MegaMoe:
@@ -229,11 +230,10 @@ class MegaMoe:
         places = torch.arange(experts_NK.numel(), dtype=torch.int32, device=x_ND.device)
         place_NK = torch.where(experts_NK >= 0, places.view_as(experts_NK), -1)
         y_ND = self._summed(place_NK, x_ND.dtype if fp8 else torch.float32)
-        bounds = torch.cat([plan.start_L1, plan.count_L])
         scale_RG = pool.data_RC.new_empty(0, dtype=torch.float32)
         if pool.scale_RG is not None:
             scale_RG = pool.scale_RG
-        kept = Kept(z_RC, pool.data_RC, scale_RG, *found, place_NK, packed, bounds)
+        kept = Kept(z_RC, pool.data_RC, scale_RG, *found, place_NK, packed, plan.start_L1.diff())
         return y_ND, kept
 
     def backward_steps(
@@ -252,7 +252,7 @@ class MegaMoe:
         fp8_rows = fp8 and self.options.fp8_grad
         self._write(grad_ND, fp8=fp8_rows, power_of_two=True)
         yield None
-        layout = self._layout(kept.packed, kept.pair_R, len(kept.bounds) // 2)
+        layout = self._layout(kept.packed, kept.pair_R, len(kept.rows_L))
         z_RC = kept.z_RC
         if isinstance(weights, ExpertWeights):
             x8 = Quantized(kept.rows, kept.scale_RG)
@@ -302,7 +302,7 @@ class MegaMoe:
             mega_gemm(wide.gate_up_RC, gate_up, layout, turned=True, homes=homes, gemm_sms=sms)
             weight_R = wide.weight_R
             operands = Bf16MicroBatch(
-                kept.rows, wide.gate_up_RC, wide.inner_RF, pool.data_RC, kept.bounds
+                kept.rows, wide.gate_up_RC, wide.inner_RF, pool.data_RC, kept.rows_L
             )
         shape = arena.shape
         push_values(
@@ -466,7 +466,7 @@ def _(
         x_ND.new_empty(rows, dtype=torch.float32),
         ints(*experts_NK.shape),
         ints(2 * here + 1 + 2 * num_ranks * here + rows // GROUP),
-        torch.empty(2 * here + 1, dtype=torch.int64),
+        torch.empty(here, dtype=torch.int64),
     ]
 
 
@@ -531,24 +531,17 @@ class _MegaMoe(torch.autograd.Function):
 def bf16_weight_grads(
     experts: Experts, operands: Bf16MicroBatch, gate_up: Tensor, down: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the weights for autograd, or None: they wait in the experts' queue. One product
-    per expert over its rows, so that they repeat bit for bit."""
-    x_RD, gate_up_grad_RC, inner_RF, grad_RD, bounds = operands
-    here = len(bounds) // 2
-    starts, counts = bounds[:here].tolist(), bounds[here + 1 :].tolist()
-
-    def of(left_RO: Tensor, right_RI: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-        def compute() -> Tensor:
-            grad_LOI = torch.zeros_like(weight)
-            for expert, (start, count) in enumerate(zip(starts, counts, strict=True)):
-                if count:
-                    rows = slice(start, start + count)
-                    torch.mm(left_RO[rows].t(), right_RI[rows], out=grad_LOI[expert])
-            return grad_LOI
-
-        return compute
-
+    """Gradients of the weights for autograd, or None: they wait in the experts' queue. Padding is
+    zeros on both sides and adds nothing."""
+    x_RD, gate_up_grad_RC, inner_RF, grad_RD, rows_L = operands
+    rows: list[int] = rows_L.tolist()
     return (
-        now_or_later(experts.gate_up.queue, gate_up, of(gate_up_grad_RC, x_RD, gate_up)),
-        now_or_later(experts.down.queue, down, of(grad_RD, inner_RF, down)),
+        now_or_later(
+            experts.gate_up.queue,
+            gate_up,
+            lambda: weight_grad(gate_up_grad_RC, x_RD, rows, len(rows)),
+        ),
+        now_or_later(
+            experts.down.queue, down, lambda: weight_grad(grad_RD, inner_RF, rows, len(rows))
+        ),
     )

@@ -19,68 +19,17 @@ again at the layer's second meeting, and no other word is needed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ppruntime.models.kernels.mega_moe import LATE_PART, Peers, meet
-from ppruntime.models.kernels.moe_layout import most_rows
 from ppruntime.models.kernels.quantize import GROUP, Quantized
-
-_ALIGNMENT = 256
-_MOST_RANKS = 64
+from ppruntime.models.mega_moe_rules import MOST_RANKS, ArenaShape
 
 
 class MeetingError(RuntimeError):
     """A rank of an expert group did not come, or its rows did not. Says who waited for whom."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArenaShape:
-    """What an arena is made for. Alike on all ranks. Pure."""
-
-    most_tokens: int
-    per_token: int
-    num_experts: int
-    """Of the whole layer."""
-    hidden: int
-
-    @property
-    def most_pairs(self) -> int:
-        """Pairs of a rank's full micro-batch."""
-        return self.most_tokens * self.per_token
-
-    def _sizes(self) -> dict[str, int]:
-        tokens, pairs = self.most_tokens, self.most_pairs
-        return {
-            "words": 4 * _MOST_RANKS,
-            "error": 4,
-            "order": 4 * most_rows(pairs, self.num_experts),
-            "weights": 4 * pairs,
-            "scales": 4 * tokens * (self.hidden // GROUP),
-            "values": 4 * pairs,
-            "rows": 2 * tokens * self.hidden,
-            "places": 2 * pairs * self.hidden,
-        }
-
-    def offset(self, region: str) -> int:
-        """Where a region begins, in bytes."""
-        total = 0
-        for name, size in self._sizes().items():
-            if name == region:
-                return total
-            total += _aligned(size)
-        raise KeyError(region)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole arena: 0.6 GB at 8,192 tokens of 6 pairs, 5,120 wide."""
-        return sum(_aligned(size) for size in self._sizes().values())
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class Arena:
@@ -102,7 +51,7 @@ class Arena:
         close: Callable[[], None] = lambda: None,
     ) -> None:
         assert len(memory) >= shape.num_bytes, (len(memory), shape)
-        assert len(addresses) <= _MOST_RANKS, len(addresses)
+        assert len(addresses) <= MOST_RANKS, len(addresses)
         self.shape, self.close = shape, close
         self.ranks = ranks or tuple(range(len(addresses)))
         self._memory, self._epoch = memory, 0
@@ -122,6 +71,11 @@ class Arena:
         """On the stream: from here on all ranks have done what they were asked to before it."""
         self._epoch += arrive
         meet(self.peers, self.shape.offset("words"), self._epoch, arrive=arrive, wait=wait)
+
+    @property
+    def num_meetings(self) -> int:
+        """So far."""
+        return self._epoch
 
     def order(self, num: int) -> Tensor:
         """int32 [num]: pairs by expert."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 128
-"""Pool rows that belong to one expert together."""
+from ppruntime.models.fp8_expert_rules import BLOCK
+from ppruntime.models.mega_moe_rules import most_pool_rows
 
 
 class PoolOverflow(RuntimeError):
@@ -78,12 +78,6 @@ def pool_rows(counts_PE: Tensor) -> list[int]:
     per_expert = counts_PE.sum(0).view(num_ranks, -1)
     rows: list[int] = padded_starts(per_expert)[:, -1].tolist()
     return rows
-
-
-def most_pool_rows(capacity_factor: float, num_pairs: int, num_here: int) -> int:
-    """Rows that a rank may keep: so many times its fair share of `num_pairs` pairs a rank, and a
-    block per expert for padding."""
-    return -(-int(capacity_factor * num_pairs) // BLOCK) * BLOCK + num_here * BLOCK
 
 
 def make_plan(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import torch
 from fp8_cases import DEVICE
 
 from ppruntime.models.mega_moe import MegaMoe, MegaMoeOptions
-from ppruntime.models.mega_moe_arena import Arena, ArenaShape
+from ppruntime.models.mega_moe_arena import Arena
+from ppruntime.models.mega_moe_rules import ArenaShape
 
+_NUMBERS = count()
 POLLS = 5
 """The longest wait: nobody waits here for what is still to come."""
 
@@ -32,8 +35,8 @@ def meet(arenas: Sequence[Arena]) -> None:
 class Played:
     """The exchange of a rank that this process plays; `run_together` carries the counts."""
 
-    def __init__(self, rank: int, num_ranks: int, name: str = "played") -> None:
-        self.name, self.rank, self.num_ranks = f"{name} {rank} of {num_ranks}", rank, num_ranks
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.name, self.rank, self.num_ranks = f"played {next(_NUMBERS)}", rank, num_ranks
 
     def begin(self, outgoing, incoming, what):
         del what

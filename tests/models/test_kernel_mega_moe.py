@@ -7,13 +7,15 @@ from mega_cases import make_arenas, meet
 
 from ppruntime.models.kernels import mega_moe, mega_moe_gemm, mega_moe_swiglu, quantize
 from ppruntime.models.kernels.moe_layout import BLOCK, Layout, expert_layout_reference
-from ppruntime.models.mega_moe_arena import Arena, ArenaShape, error_text
+from ppruntime.models.mega_moe_arena import Arena, error_text
 from ppruntime.models.mega_moe_plan import make_plan, unpacked
+from ppruntime.models.mega_moe_rules import ArenaShape
 
 pytestmark = pytest.mark.gpu if ON_GPU else []
 HIDDEN, PER_TOKEN, HERE = 128, 2, 2
 CASES = {
-    "uneven": (2, (70, 3), None),
+    "a few rows": (2, (5, 2), None),
+    "two blocks": (2, (140, 3), None),
     "all to the first experts, a rank without tokens": (2, (80, 0), (0, 1)),
     "four ranks": (4, (9, 0, 30, 1), None),
     "one rank": (1, (20,), None),
@@ -85,7 +87,16 @@ class Group:
         return Layout(pair_R, pair_R.unsqueeze(1), expert_B, start_L1, count_L)
 
 
-@pytest.fixture(params=CASES.values(), ids=CASES.keys())
+FEW = list(CASES) if ON_GPU else ["a few rows", "no tokens"]
+"""In the interpreter the others take too long for every run."""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(sizes, marks=[] if case in FEW else pytest.mark.long, id=case)
+        for case, sizes in CASES.items()
+    ]
+)
 def group(request):
     return Group(*request.param)
 
@@ -169,7 +180,7 @@ def test_bf16_rows_are_multiplied_once_they_are_there_and_sent_home(group, turne
 def test_fp8_rows_have_the_bits_of_the_plain_grouped_product():
     from ppruntime.models.kernels import grouped_gemm
 
-    group = Group(*CASES["uneven"])
+    group = Group(*CASES["a few rows"])
     for rank, arena in enumerate(group.arenas):
         rows = quantize.quantize_rows_reference(group.x[rank], power_of_two=True)
         for there, here in zip(arena.fp8_rows(len(group.x[rank])), rows, strict=True):
@@ -248,7 +259,7 @@ def test_a_meeting_ends_when_all_have_come_and_not_with_an_old_word():
 
 @pytest.mark.skipif(ON_GPU, reason="its limit is polls")
 def test_a_product_whose_rows_never_come_ends_and_later_waits_end_at_once():
-    group = Group(*CASES["uneven"])
+    group = Group(*CASES["a few rows"])
     arena, layout = group.arenas[0], group.layout(0)
     arena.rows(len(group.x[0])).copy_(group.x[0])
     pool = mega_moe.empty_pool(layout.pair_P, HIDDEN, fp8=False)

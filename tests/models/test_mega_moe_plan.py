@@ -11,10 +11,10 @@ from ppruntime.models.mega_moe_plan import (
     BLOCK,
     PoolOverflow,
     make_plan,
-    most_pool_rows,
     pool_rows,
     unpacked,
 )
+from ppruntime.models.mega_moe_rules import ArenaShape, most_pool_rows
 
 
 def counts_of(routings, num_experts):
@@ -89,3 +89,14 @@ def test_balanced_rows_fit_every_factor_from_one():
     counts_PE = torch.full((4, 8), 130)
     plan = make_plan(counts_PE, 3, capacity_factor=1.0, num_pairs=8 * 130)
     assert plan.num_rows == 2 * 640
+
+
+def test_an_arena_has_room_for_each_region_and_no_more():
+    shape = ArenaShape(most_tokens=8192, per_token=6, num_experts=384, hidden=5120)
+    names = ("words", "error", "order", "weights", "scales", "values", "rows", "places")
+    offsets = [shape.offset(name) for name in names]
+    assert all(offset % 256 == 0 for offset in offsets)
+    assert offsets == sorted(set(offsets))
+    assert shape.offset("places") - shape.offset("rows") == 2 * 8192 * 5120
+    assert shape.num_bytes - shape.offset("places") == 2 * 6 * 8192 * 5120
+    assert 0.58e9 < shape.num_bytes < 0.6e9

@@ -1,0 +1,64 @@
+"""Sizes of the fused MoE layer's memory. Pure, without torch: plan, ledger and rules read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from ppruntime.models.fp8_expert_rules import BLOCK, most_rows
+
+MOST_RANKS = 64
+"""Ranks that an arena has words for."""
+_ALIGNMENT = 256
+
+
+def most_pool_rows(capacity_factor: float, num_pairs: int, num_here: int) -> int:
+    """Rows that a rank may keep: so many times its fair share of `num_pairs` pairs a rank, and a
+    block per expert for padding."""
+    return -(-int(capacity_factor * num_pairs) // BLOCK) * BLOCK + num_here * BLOCK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaShape:
+    """What an arena is made for, see `mega_moe_arena`. Alike on all ranks."""
+
+    most_tokens: int
+    """Of a micro-batch."""
+    per_token: int
+    num_experts: int
+    """Of the whole layer."""
+    hidden: int
+
+    @property
+    def most_pairs(self) -> int:
+        """Pairs of a rank's full micro-batch."""
+        return self.most_tokens * self.per_token
+
+    def offset(self, region: str) -> int:
+        """Where a region begins, in bytes."""
+        return _offsets(self)[region]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole arena: 0.6 GB at 8,192 tokens of 6 pairs, 5,120 wide."""
+        return _offsets(self)[""]
+
+
+@cache
+def _offsets(shape: ArenaShape) -> dict[str, int]:
+    tokens, pairs, hidden = shape.most_tokens, shape.most_pairs, shape.hidden
+    sizes = {
+        "words": 4 * MOST_RANKS,
+        "error": 4,
+        "order": 4 * most_rows(pairs, shape.num_experts),
+        "weights": 4 * pairs,
+        "scales": 4 * tokens * (hidden // BLOCK),
+        "values": 4 * pairs,
+        "rows": 2 * tokens * hidden,
+        "places": 2 * pairs * hidden,
+    }
+    offsets, total = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = total
+        total += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return offsets | {"": total}
