@@ -23,7 +23,8 @@ from ppruntime.schedules.costs import Costs, StageBytes
 from ppruntime.schedules.machine import HostCopies, Interference, Link, Machine, Noise, StepEnd
 from ppruntime.schedules.ops import Kind, Schedule
 from ppruntime.schedules.passes import add_offload
-from ppruntime.schedules.simulator import Lost, SimulatedStep, simulate_machine
+from ppruntime.schedules.simulated_step import Lost, SimulatedStep
+from ppruntime.schedules.simulator import simulate_machine
 
 _UNDISTURBED, _SILENT = Interference(), Noise()
 
@@ -231,7 +232,7 @@ def collective_seconds(
                 ranks = dp if parameter.part is Part.EXPERTS else dp * ep
                 if parameter.part is Part.EXPERTS:
                     count //= ep
-                if parameter.frozen or (parameter.part is Part.ENGRAM_TABLE and ep > 1):
+                if parameter.frozen or parameter.part is Part.ENGRAM_TABLE:
                     continue  # split by rows over all data ranks, never reduced nor gathered
                 moved = count * (ranks - 1) / ranks / bytes_per_second
                 reduce[stage.rank] += 4 * moved

@@ -30,6 +30,7 @@ How long?     costs           what ops, hops and activations cost
               longest_path    the same as a path through a graph, to hold the others against
 Real ones     machine         links, interference, noise, host copies, a step's end
               simulator       plays an order on one, event by event
+              simulated_step  what happened in it, where time went, the critical path
               noise           what ops take under jitter, stragglers and stalls
               absent          ranks that are not there, beside those that run
 Better ones   problem         an order's op classes

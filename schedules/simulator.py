@@ -11,84 +11,24 @@ never blocks on a send and has buffers enough.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import NoReturn
 
 from ppruntime.schedules.machine import Machine
 from ppruntime.schedules.noise import OpTimes
 from ppruntime.schedules.ops import COMPUTE, Kind, Op, Schedule, ScheduleError
-from ppruntime.schedules.timeline import MemoryPoint, TimedOp
+from ppruntime.schedules.simulated_step import (
+    Copy,
+    Done,
+    History,
+    Key,
+    Message,
+    SimulatedStep,
+    step_of,
+)
 
 _HOST = frozenset(kind for kind in Kind if kind.value in ("OFFLOAD", "OFFLOADED", "RELOAD"))
-
-_Key: TypeAlias = tuple[int, bool, int]
-"""An input: the stage that reads it, whether it is a forward's, the micro-batch."""
-
-
-class Lost(NamedTuple):
-    """Where a rank's time of one step went beside work as costed; with that it adds up to the
-    pipeline's makespan."""
-
-    fill: float
-    """Before its first op."""
-    drain: float
-    """After its last op."""
-    dependency: float
-    """Between ops: the input was not made yet."""
-    transfer: float
-    """Between ops: the input was on its way, or in the queue of its link."""
-    host: float
-    """Between ops: activations were not back from the host."""
-    noise: float
-    """Ops took longer than they cost: jitter, stragglers, stalls. Negative where noise helped."""
-    interference: float
-    """Ops took longer because messages moved."""
-
-
-class Leg(NamedTuple):
-    """A piece of the critical path. `cause` is compute, transfer or host."""
-
-    op: Op
-    rank: int
-    start: float
-    finish: float
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedStep:
-    """One step. Times are seconds from the first op's start."""
-
-    schedule: Schedule
-    rows: tuple[tuple[TimedOp, ...], ...]
-    transfers: tuple[TimedOp, ...]
-    """Messages between ranks: first byte leaving to arrived, by sender."""
-    host_copies: tuple[TimedOp, ...]
-    work: tuple[float, ...]
-    """Per rank: what its ops cost."""
-    lost: tuple[Lost, ...]
-    makespan: float
-    """The pipeline: first start to last finish."""
-    seconds: float
-    """The step: with the gradients' reduction, what comes together, and the gather."""
-    exposed_reduce: float
-    """Of the step: reduction that no rank's work hides."""
-    memory: tuple[tuple[MemoryPoint, ...], ...]
-    """Bytes per rank over time; empty unless the machine has stage bytes."""
-    critical_path: tuple[Leg, ...]
-    """The chain that the makespan is the length of."""
-
-    @property
-    def peak_bytes(self) -> tuple[float, ...]:
-        return tuple(max((p.bytes_held for p in points), default=0.0) for points in self.memory)
-
-    @property
-    def busiest(self) -> int:
-        """The rank with the most work."""
-        return self.work.index(max(self.work))
 
 
 def simulate_machine(schedule: Schedule, machine: Machine) -> SimulatedStep:
@@ -102,49 +42,7 @@ def simulate_machine(schedule: Schedule, machine: Machine) -> SimulatedStep:
             f"costs are for {machine.costs.num_stages} stages, schedule {schedule.name!r} has "
             f"{schedule.num_stages}; give one triple per stage"
         )
-    return _Engine(schedule, machine).result()
-
-
-@dataclass(slots=True)
-class _Done:
-    """A compute op that ran. `cause` is what it waited for: the rank's op before (None), a message
-    or a reload."""
-
-    op: Op
-    start: float
-    finish: float
-    base: float
-    drawn: float
-    cause: _Message | _Copy | None
-
-
-@dataclass(slots=True)
-class _Message:
-    """A boundary between two ranks. `made` when its op ended; `before` it in the link's queue."""
-
-    op: Op
-    src: int
-    dst: int
-    key: _Key
-    source: int
-    made: float
-    start: float
-    left: float
-    arrive: float
-    before: _Message | None
-
-
-@dataclass(slots=True)
-class _Copy:
-    """A host copy; `issued` by the rank after its `source`-th op."""
-
-    op: Op
-    rank: int
-    source: int
-    issued: float
-    start: float
-    finish: float
-    before: _Copy | None
+    return step_of(_Engine(schedule, machine).history, schedule, machine)
 
 
 @dataclass(slots=True)
@@ -161,16 +59,16 @@ class _RankState:
     version: int = 0
     going_out: int = 0
     coming_in: int = 0
-    cause: _Message | _Copy | None = None
-    awaited: _Copy | None = None
+    cause: Message | Copy | None = None
+    awaited: Copy | None = None
     """The offload that an OFFLOADED has waited for since the op before."""
 
 
-def _later(cause: _Message | _Copy | None, awaited: _Copy | None) -> _Message | _Copy | None:
+def _later(cause: Message | Copy | None, awaited: Copy | None) -> Message | Copy | None:
     """Which of two things waited for came last."""
     if awaited is None:
         return cause
-    arrived = cause.arrive if isinstance(cause, _Message) else 0.0
+    arrived = cause.arrive if isinstance(cause, Message) else 0.0
     return awaited if awaited.finish > arrived else cause
 
 
@@ -178,16 +76,13 @@ class _Engine:
     def __init__(self, schedule: Schedule, machine: Machine) -> None:
         self._schedule, self._machine = schedule, machine
         self._ranks = [_RankState(tuple(schedule.ops(r))) for r in range(schedule.num_ranks)]
-        self._done: list[list[_Done]] = [[] for _ in self._ranks]
+        self.history = History([[] for _ in self._ranks])
         self._events: list[tuple[float, int, str, object]] = []
         self._count = 0
-        self._there: dict[_Key, _Message | None] = {}
+        self._there: dict[Key, Message | None] = {}
         self._own: set[tuple[int, int, str]] = set()
-        self._queue: dict[tuple[int, str], _Message] = {}
-        self._engine: dict[tuple[int, Kind], _Copy] = {}
-        self._copies: dict[tuple[Kind, int, int], _Copy] = {}
-        self._freed: dict[tuple[int, int], float] = {}
-        self._messages: list[_Message] = []
+        self._queue: dict[tuple[int, str], Message] = {}
+        self._engine: dict[tuple[int, Kind], Copy] = {}
         self._draws = OpTimes(schedule, machine)
         self._check()
         for rank in range(len(self._ranks)):
@@ -224,10 +119,10 @@ class _Engine:
                 self._finish(rank, now)
             return
         if what == "copied":
-            assert isinstance(about, _Copy)
+            assert isinstance(about, Copy)
             self._try(about.rank, now)
             return
-        assert isinstance(about, _Message)
+        assert isinstance(about, Message)
         if what == "arrive":
             self._there[about.key] = about
             self._try(about.dst, now)
@@ -255,7 +150,7 @@ class _Engine:
             ready, cause = self._inputs(op, now)
             if not ready:
                 return
-            idle = not self._done[rank] or now > self._done[rank][-1].finish
+            idle = not self.history.done[rank] or now > self.history.done[rank][-1].finish
             state.next += 1
             state.running, state.start, state.since = op, now, now
             state.cause = _later(cause, state.awaited) if idle else None
@@ -265,10 +160,10 @@ class _Engine:
             state.rate = self._rate(state)
             self._schedule_end(rank, now)
 
-    def _inputs(self, op: Op, now: float) -> tuple[bool, _Message | _Copy | None]:
+    def _inputs(self, op: Op, now: float) -> tuple[bool, Message | Copy | None]:
         """Whether all is there, and what came last of what was waited for."""
         s, m = op.stage, op.micro_batch
-        latest: _Message | _Copy | None = None
+        latest: Message | Copy | None = None
         if op.kind is Kind.W:
             return (s, m, "I") in self._own, None
         is_forward = op.kind is Kind.F
@@ -281,11 +176,11 @@ class _Engine:
         if not is_forward:
             if (s, m, "F") not in self._own:
                 return False, None
-            reload = self._copies.get((Kind.RELOAD, s, m))
+            reload = self.history.copies.get((Kind.RELOAD, s, m))
             if reload is not None:
                 if reload.finish > now:
                     return False, None
-                arrived = latest.arrive if isinstance(latest, _Message) else 0.0
+                arrived = latest.arrive if isinstance(latest, Message) else 0.0
                 latest = reload if reload.finish > arrived else latest
         return True, latest
 
@@ -312,8 +207,8 @@ class _Engine:
         op = state.running
         assert op is not None, "an end without an op"
         state.running = None
-        done = self._done[rank]
-        done.append(_Done(op, state.start, now, state.base, state.drawn, state.cause))
+        done = self.history.done[rank]
+        done.append(Done(op, state.start, now, state.base, state.drawn, state.cause))
         s, m = op.stage, op.micro_batch
         if op.kind is Kind.F:
             self._own.add((s, m, "F"))
@@ -328,7 +223,7 @@ class _Engine:
     # --- messages and copies
 
     def _hand_on(self, op: Op, rank: int, to: int, *, is_forward: bool, now: float) -> None:
-        key: _Key = (to, is_forward, op.micro_batch)
+        key: Key = (to, is_forward, op.micro_batch)
         dst = self._schedule.stage_to_rank[to]
         if dst == rank:
             self._there[key] = None
@@ -340,12 +235,12 @@ class _Engine:
         start = now if before is None else max(now, before.left)
         left = start + num_bytes / link.bandwidth
         kind = Kind.SEND_F if is_forward else Kind.SEND_B
-        message = _Message(
+        message = Message(
             op=Op(op.stage, kind, op.micro_batch),
             src=rank,
             dst=dst,
             key=key,
-            source=len(self._done[rank]) - 1,
+            source=len(self.history.done[rank]) - 1,
             made=now,
             start=start,
             left=left,
@@ -353,7 +248,7 @@ class _Engine:
             before=before if start > now else None,
         )
         self._queue[rank, link.name] = message
-        self._messages.append(message)
+        self.history.messages.append(message)
         if left > start:
             self._push(start, "start", message)
             self._push(left, "left", message)
@@ -367,140 +262,23 @@ class _Engine:
         before = self._engine.get((rank, op.kind))
         start = now if before is None else max(now, before.finish)
         if op.kind is Kind.RELOAD:
-            start = max(start, self._copies[Kind.OFFLOAD, op.stage, op.micro_batch].finish)
+            start = max(start, self.history.copies[Kind.OFFLOAD, op.stage, op.micro_batch].finish)
         finish = start + sizes.activation[op.stage] / rate
-        source = len(self._done[rank]) - 1
-        copy = _Copy(op, rank, source, now, start, finish, before if start > now else None)
-        self._engine[rank, op.kind] = self._copies[op.kind, op.stage, op.micro_batch] = copy
+        source = len(self.history.done[rank]) - 1
+        copy = Copy(op, rank, source, now, start, finish, before if start > now else None)
+        self._engine[rank, op.kind] = self.history.copies[op.kind, op.stage, op.micro_batch] = copy
         if op.kind is Kind.RELOAD:
             self._push(finish, "copied", copy)
 
     def _has_left(self, state: _RankState, op: Op, now: float) -> bool:
         """Whether an offload is done; if not, the rank is tried again when it is."""
-        copy = self._copies[Kind.OFFLOAD, op.stage, op.micro_batch]
+        copy = self.history.copies[Kind.OFFLOAD, op.stage, op.micro_batch]
         if copy.finish > now:
             state.awaited = copy
             self._push(copy.finish, "copied", copy)
             return False
-        self._freed[op.stage, op.micro_batch] = now
+        self.history.freed[op.stage, op.micro_batch] = now
         return True
-
-    # --- what came out
-
-    def result(self) -> SimulatedStep:
-        rows = tuple(
-            tuple(TimedOp(d.op, rank, d.start, d.finish) for d in row)
-            for rank, row in enumerate(self._done)
-        )
-        ends = [row[-1].finish if row else 0.0 for row in rows]
-        makespan = max(ends, default=0.0)
-        end = self._machine.end
-        reduce = end.reduce or (0.0,) * len(rows)
-        reduced = max((e + r for e, r in zip(ends, reduce, strict=True)), default=0.0)
-        exposed = max(0.0, reduced - makespan)
-        return SimulatedStep(
-            schedule=self._schedule,
-            rows=rows,
-            transfers=tuple(TimedOp(m.op, m.src, m.start, m.arrive) for m in self._messages),
-            host_copies=tuple(
-                TimedOp(c.op, c.rank, c.start, c.finish) for c in self._copies.values()
-            ),
-            work=tuple(sum(d.base for d in row) for row in self._done),
-            lost=tuple(self._lost(row, makespan) for row in self._done),
-            makespan=makespan,
-            seconds=makespan + exposed + end.together + max(end.gather, default=0.0),
-            exposed_reduce=exposed,
-            memory=tuple(
-                tuple(self._memory(rank)) if self._machine.stage_bytes else ()
-                for rank in range(len(rows))
-            ),
-            critical_path=tuple(reversed(list(self._path(ends)))),
-        )
-
-    @staticmethod
-    def _lost(row: list[_Done], makespan: float) -> Lost:
-        if not row:
-            return Lost(makespan, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        dependency = transfer = host = 0.0
-        for before, done in pairwise(row):
-            gap, cause = done.start - before.finish, done.cause
-            if isinstance(cause, _Copy):
-                host += gap
-            elif isinstance(cause, _Message):
-                waited = min(gap, max(0.0, cause.made - before.finish))
-                dependency += waited
-                transfer += gap - waited
-            else:
-                dependency += gap
-        return Lost(
-            fill=row[0].start,
-            drain=makespan - row[-1].finish,
-            dependency=dependency,
-            transfer=transfer,
-            host=host,
-            noise=sum(d.drawn - d.base for d in row),
-            interference=sum(d.finish - d.start - d.drawn for d in row),
-        )
-
-    def _memory(self, rank: int) -> Iterator[MemoryPoint]:
-        sizes = self._machine.stage_bytes
-        assert sizes is not None, "asked for where there are bytes only"
-        changes: list[tuple[float, float]] = []
-        for done in self._done[rank]:
-            activation = sizes.activation[done.op.stage]
-            operands = sizes.weight_grad_operands[done.op.stage]
-            match done.op.kind:
-                case Kind.F:
-                    changes.append((done.start, activation))
-                case Kind.B:
-                    changes.append((done.finish, -activation))
-                case Kind.I:
-                    changes.append((done.finish, operands - activation))
-                case _:
-                    changes.append((done.finish, -operands))
-        for copy in self._copies.values():
-            if copy.rank == rank:
-                size = sizes.activation[copy.op.stage]
-                if copy.op.kind is Kind.OFFLOAD:  # free when OFFLOADED says so, or the copy's end
-                    place = (copy.op.stage, copy.op.micro_batch)
-                    changes.append((self._freed.get(place, copy.finish), -size))
-                else:  # and taken when the first one is to come
-                    changes.append((copy.start, size))
-        held = sizes.base[rank] if sizes.base else 0.0
-        yield MemoryPoint(0.0, held)
-        for time, amount in sorted(changes):  # what goes at a moment goes before what comes
-            held += amount
-            yield MemoryPoint(time, held)
-
-    def _path(self, ends: list[float]) -> Iterator[Leg]:
-        """Back from the last finish: through what each op waited for."""
-        if not any(self._done):
-            return
-        rank = max(range(len(ends)), key=lambda r: ends[r])
-        index = len(self._done[rank]) - 1
-        while index >= 0:
-            done = self._done[rank][index]
-            yield Leg(done.op, rank, done.start, done.finish, "compute")
-            cause = done.cause
-            if cause is None:
-                index -= 1
-            elif isinstance(cause, _Message):
-                message = cause
-                yield Leg(message.op, message.src, message.start, message.arrive, "transfer")
-                while message.before is not None:
-                    message = message.before
-                    yield Leg(message.op, message.src, message.start, message.left, "transfer")
-                rank, index = message.src, message.source
-            else:
-                copy = cause
-                yield Leg(copy.op, rank, copy.start, copy.finish, "host")
-                while copy.before is not None and copy.before.finish == copy.start:
-                    copy = copy.before
-                    yield Leg(copy.op, rank, copy.start, copy.finish, "host")
-                if copy.op.kind is Kind.RELOAD and copy.start > copy.issued:
-                    copy = self._copies[Kind.OFFLOAD, copy.op.stage, copy.op.micro_batch]
-                    yield Leg(copy.op, rank, copy.start, copy.finish, "host")
-                index = copy.source
 
     def _raise_stuck(self) -> NoReturn:
         waits = [
