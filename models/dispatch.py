@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
@@ -96,6 +96,15 @@ class Dispatcher(Protocol):
 
         A collective of the group, and so is its backward. N may differ by rank and be 0.
         """
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """A dispatcher whose waits on the device may have been in vain, which no call in a step says."""
+
+    def check(self) -> None:
+        """After a step's last layer, before its gradients are used: raises, alike on all ranks of
+        the group. The host waits for the device. A collective."""
 
 
 class AllHere:

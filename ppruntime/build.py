@@ -86,6 +86,8 @@ class Pipeline:
     """Names of the parameters of which this rank has a part by expert parallelism."""
     notes: tuple[str, ...]
     """What was chosen where the config leaves the choice."""
+    dispatcher: Dispatcher
+    """What brings tokens to the experts of all stages here."""
     transport: Transport
     host_pool: HostPool
     """Where activations and masters lie that are off the device; empty without any."""
@@ -209,6 +211,7 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
             for choice in (experts, linears, choose_kernels(config, ranks.device))
             if choice.note
         ),
+        dispatcher=dispatcher,
         transport=transport,
         host_pool=host_pool,
         training=executor(order.lowered, training=True),

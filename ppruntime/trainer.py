@@ -18,6 +18,7 @@ from ppruntime.data import Batches
 from ppruntime.messages import any_rank
 from ppruntime.models.carry import MicroBatch
 from ppruntime.models.dims import UnitKind, unit_specs
+from ppruntime.models.dispatch import Checked
 from ppruntime.models.router import Router, updated_bias
 from ppruntime.nonfinite import Skips, is_finite
 from ppruntime.optim import clip_, global_norm, lr_at, make_adamw, set_lr, state_tensors
@@ -117,6 +118,8 @@ class Trainer:
             set_lr(self._optimizer, self._lr(index))
             applied = ApplyInBackward(pipeline, self._optimizer, self._ranks.data_group)
         pipeline.training.run(self._batches(index, data), stage_done=applied)
+        if isinstance(pipeline.dispatcher, Checked):
+            pipeline.dispatcher.check()
         for stage in pipeline.stages.values():
             stage.flush_weight_grads()
         reduce_grads(units, self._ranks.data_group)
