@@ -11,8 +11,10 @@ attention   attention (V4.1), attention_v4, compressor_v4, indexer, selection (t
             sparse_attention, rope, quantize; attention_kernels (the record of operations that a run
             chooses), kernel_limits (sizes that kernels take; without torch)
 residual    residual (what a unit calls), mhc, mhc_v4 (the head's collapse), engram
-experts     moe, router, experts, expert_rows, expert_products; dispatch (the interface: to the
-            experts wherever they are), all_to_all, fp8_wire (rows on the way); fp8_experts (over kernels/), weight_copies (made once an update)
+experts     moe, router, experts, expert_rows, expert_products; fp8_experts (over kernels/),
+            weight_copies (made once an update); dispatch (the interface: to the experts wherever
+            they are), all_to_all, fp8_wire (rows on the way), token_dispatch (over token_buffer
+            and token_experts)
 linears     fp8_linear (dense ones and the shared expert, over kernels/), fp8_linear_rules
             (which ones; without torch)
 small       norm, topk (one rule for ties), precision (where bf16 models compute in fp32),

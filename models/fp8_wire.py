@@ -40,7 +40,7 @@ def from_wire(rows: WireRows, dtype: torch.dtype) -> Tensor:
 
 def packed(rows: tuple[Tensor, Tensor]) -> Tensor:
     """uint8 [R, D + 4 G]: one message for both."""
-    return torch.cat([part.view(torch.uint8) for part in rows], dim=1)
+    return torch.cat([as_bytes(part) for part in rows], dim=1)
 
 
 def unpacked(bytes_RB: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,6 +48,12 @@ def unpacked(bytes_RB: Tensor) -> tuple[Tensor, Tensor]:
     width = bytes_RB.shape[1] * GROUP // (GROUP + _SCALE_BYTES)
     data, scale = bytes_RB[:, :width], bytes_RB[:, width:]
     return data.contiguous().view(torch.float8_e4m3fn), scale.contiguous().view(torch.float32)
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    """[R, C] as uint8 [R, C times the bytes of an entry]."""
+    width = rows.shape[1] * rows.element_size()
+    return rows.contiguous().flatten().view(torch.uint8).view(len(rows), width)
 
 
 def misfit(width: int) -> str | None:

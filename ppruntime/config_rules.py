@@ -20,6 +20,7 @@ from ppruntime.config_keys import (
     V_SCHEDULES,
     Config,
     Data,
+    Dispatch,
     ExpertCompute,
     Fault,
     Optim,
@@ -54,7 +55,7 @@ class _NotBuilt:
 
 _NOT_BUILT = (
     _NotBuilt("optim.type", ("adamw", "sign_sgd"), 'use "adamw" or "sign_sgd"'),
-    _NotBuilt("moe.dispatch.type", ("torch",), 'use "torch"'),
+    _NotBuilt("moe.dispatch.type", ("torch", "deep_ep"), 'use "torch" or "deep_ep"'),
     _NotBuilt("kernels.engram", ("reference",), 'use "reference"'),
 )
 
@@ -296,6 +297,74 @@ def _experts(config: Config) -> Iterator[Broken]:
             "parallel.ep",
             f"parallel.ep = {ep} does not divide the model's {num_experts} experts; use a "
             f"divisor of {num_experts}",
+        )
+
+
+def _dispatch(config: Config) -> Iterator[Broken]:
+    """What is said of rows on their way needs a way."""
+    options, ep = config.moe.dispatch, config.parallel.ep
+    if options.type == "mega_moe":
+        return
+    if ep == 1:
+        set_here = [
+            name
+            for name in Dispatch.__struct_fields__
+            if getattr(options, name) != getattr(Dispatch(), name)
+        ]
+        for name in set_here:
+            yield (
+                f"moe.dispatch.{name}",
+                f"moe.dispatch.{name} = {show(getattr(options, name))} has no effect on"
+                " parallel.ep = 1, all experts are where their tokens are; leave it out",
+            )
+        return
+    hidden = config.model.dims.hidden_size
+    for name in ("fp8", "fp8_grad"):
+        if getattr(options, name) and hidden % _FP8_BLOCK:
+            yield (
+                f"moe.dispatch.{name}",
+                f"moe.dispatch.{name} = true needs rows of a multiple of {_FP8_BLOCK} values;"
+                f" model.hidden_size is {hidden}; leave it out",
+            )
+    if options.type == "deep_ep":
+        yield from _deep_ep(config)
+        return
+    for name in ("token_chunks", "transfer_sms"):
+        if (value := getattr(options, name)) != getattr(Dispatch(), name):
+            yield (
+                f"moe.dispatch.{name}",
+                f'moe.dispatch.{name} = {value} has no effect on moe.dispatch.type = "torch"; leave'
+                ' it out or use "deep_ep"',
+            )
+
+
+def _deep_ep(config: Config) -> Iterator[Broken]:
+    options, ep, key = config.moe.dispatch, config.parallel.ep, "moe.dispatch.type"
+    if ep not in (2, 4, 8):
+        yield (
+            key,
+            f'{key} = "deep_ep" moves tokens inside a host of 2, 4 or 8 ranks; parallel.ep is {ep};'
+            ' use "torch"',
+        )
+    if config.train.precision != "bf16":
+        yield (
+            key,
+            f'{key} = "deep_ep" moves rows in bf16 or FP8; train.precision is'
+            f' {show(config.train.precision)}; use "torch"',
+        )
+    if config.run.device == "cpu":
+        yield key, f'{key} = "deep_ep" needs GPUs; run.device is "cpu"; use "torch"'
+    if options.transfer_sms % 2:
+        yield (
+            "moe.dispatch.transfer_sms",
+            f"moe.dispatch.transfer_sms = {options.transfer_sms} is odd, half of them send and half"
+            f" receive; use {options.transfer_sms - 1}",
+        )
+    if options.token_chunks > (tokens := config.train.micro_batch_size * config.train.seq_len):
+        yield (
+            "moe.dispatch.token_chunks",
+            f"moe.dispatch.token_chunks = {options.token_chunks} parts of a micro-batch of {tokens}"
+            f" tokens; use {tokens} or less",
         )
 
 
@@ -546,6 +615,7 @@ _RULES: tuple[Rule, ...] = (
     _activation_offload,
     _offload_masters,
     _experts,
+    _dispatch,
     _expert_compute,
     _expert_stages,
     _freed_experts,

@@ -2,17 +2,60 @@
 
 from __future__ import annotations
 
-from ppruntime.config import Config
+from importlib.util import find_spec
+
+import torch
+
+from ppruntime import deep_ep
+from ppruntime.config import Config, ConfigError
 from ppruntime.expert_exchange import ProcessExchange
 from ppruntime.models.all_to_all import AllToAll
-from ppruntime.models.dispatch import AllHere, Dispatcher
+from ppruntime.models.dispatch import AllHere, Dispatcher, WireOptions
+from ppruntime.models.token_dispatch import TokenDispatcher
 from ppruntime.ranks import Ranks, open_expert_group
 
 
 def open_dispatcher(config: Config, ranks: Ranks, *, timeout_seconds: float) -> Dispatcher:
     """The dispatcher that the config names, over the ranks that this rank shares its experts with;
-    an exchange may take so long. One serves all stages of the rank. A collective of these ranks."""
+    an exchange may take so long. One serves all stages of the rank. A collective of these ranks.
+
+    Raises ConfigError, before any of it, for one that does not work here: what is missing, and
+    what works without it.
+    """
+    if (reason := unavailable_reason(config, ranks.device)) is not None:
+        raise ConfigError(reason)
     if ranks.layout.ep == 1:
         return AllHere()
-    exchange = ProcessExchange.of(open_expert_group(ranks, timeout_seconds=timeout_seconds))
-    return AllToAll(exchange)
+    group = open_expert_group(ranks, timeout_seconds=timeout_seconds)
+    options, wire = config.moe.dispatch, wire_options(config)
+    if options.type == "deep_ep":
+        buffer = deep_ep.DeepEpBuffer(
+            group,
+            ranks.expert_group_ranks,
+            hidden=config.model.dims.hidden_size,
+            num_sms=options.transfer_sms,
+        )
+        return TokenDispatcher(buffer, wire, num_chunks=options.token_chunks)
+    return AllToAll(ProcessExchange.of(group), wire)
+
+
+def wire_options(config: Config) -> WireOptions:
+    """How rows travel, for every dispatcher."""
+    options = config.moe.dispatch
+    return WireOptions(
+        fp8=options.fp8,
+        fp8_grad=options.fp8_grad,
+        weight_grads_after_combine=options.weight_grads_after_combine,
+    )
+
+
+def unavailable_reason(config: Config, device: torch.device) -> str | None:
+    """Why the dispatcher that the config names cannot run here; None if it can."""
+    options = config.moe.dispatch
+    for name in ("fp8", "fp8_grad"):
+        if getattr(options, name) and find_spec("triton") is None:
+            return (
+                f"moe.dispatch.{name} = true rounds rows as the FP8 experts do and needs the "
+                "package triton, which is not installed; leave it out"
+            )
+    return deep_ep.unavailable_reason(device) if options.type == "deep_ep" else None

@@ -43,7 +43,11 @@ def choose_experts(config: Config) -> ExpertChoice:
             raise ConfigError(f"{reason}{remedy}")
         return ExpertChoice(backend)
     reasons: list[str] = []
+    fused = config.moe.dispatch.type == "mega_moe"
     for backend in _FASTEST_FIRST:
+        if fused and backend is ExpertBackend.DEEP_GEMM:
+            reasons.append('deep_gemm cannot wait for rows of moe.dispatch.type = "mega_moe"')
+            continue
         reason = unavailable_reason(backend)
         if reason is None:
             return ExpertChoice(backend, _note(f"{backend.value}: FP8 experts", reasons))
@@ -67,6 +71,7 @@ def moe_options(
         free_weights=compute.frees_weights(stage),
         wgrad_tile_scales=compute.wgrad_tile_scales,
         fused_wgrad_micro_batches=compute.num_fused(stage),
+        power_of_two_grad_scales=config.moe.dispatch.fp8_grad,
         gemm_sms=config.pp.gemm_sms,
     )
     return MoEOptions(fp8, dispatcher)

@@ -411,6 +411,44 @@ RULES = [
         'fault.nonfinite_max = 5 has no effect on fault.nonfinite = "stop"; leave it out, or use '
         '"skip"',
     ),
+    (
+        "moe.dispatch.fp8=true",
+        "moe.dispatch.fp8 = true has no effect on parallel.ep = 1, all experts are where their "
+        "tokens are; leave it out",
+    ),
+    (
+        "moe.dispatch.type=deep_ep",
+        'moe.dispatch.type = "deep_ep" has no effect on parallel.ep = 1, all experts are where '
+        "their tokens are; leave it out",
+    ),
+    (
+        "parallel.ep=2 moe.dispatch.fp8_grad=true model.hidden_size=64",
+        "moe.dispatch.fp8_grad = true needs rows of a multiple of 128 values; model.hidden_size is "
+        "64; leave it out",
+    ),
+    (
+        "parallel.ep=2 moe.dispatch.token_chunks=2",
+        'moe.dispatch.token_chunks = 2 has no effect on moe.dispatch.type = "torch"; leave it out '
+        'or use "deep_ep"',
+    ),
+    (
+        "parallel.ep=16 model.num_experts=16 moe.dispatch.type=deep_ep",
+        'moe.dispatch.type = "deep_ep" moves tokens inside a host of 2, 4 or 8 ranks; parallel.ep '
+        'is 16; use "torch"',
+    ),
+    (
+        "parallel.ep=2 train.precision=fp32 moe.dispatch.type=deep_ep",
+        'moe.dispatch.type = "deep_ep" moves rows in bf16 or FP8; train.precision is "fp32"; use '
+        '"torch"',
+    ),
+    (
+        "parallel.ep=2 moe.dispatch.type=deep_ep run.device=cpu",
+        'moe.dispatch.type = "deep_ep" needs GPUs; run.device is "cpu"; use "torch"',
+    ),
+    (
+        "parallel.ep=2 moe.dispatch.type=deep_ep moe.dispatch.transfer_sms=21",
+        "moe.dispatch.transfer_sms = 21 is odd, half of them send and half receive; use 20",
+    ),
     ('run.dir=""', 'run.dir = "" is not a path; it is empty or has unprintable characters'),
     ("model.num_heads=3", "model: o_groups 2 does not divide num_heads 3"),
     (
@@ -441,7 +479,7 @@ def _split(overrides):
 
 UNBUILT = [
     ("optim.type=muon", '"muon"', 'use "adamw" or "sign_sgd"'),
-    ("moe.dispatch.type=deep_ep", '"deep_ep"', 'use "torch"'),
+    ("moe.dispatch.type=mega_moe", '"mega_moe"', 'use "torch" or "deep_ep"'),
 ]
 
 
