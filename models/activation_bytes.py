@@ -100,12 +100,17 @@ def kept_results(
     dtype: str,
     *,
     kernels: Set[AttentionOp] = frozenset(),
+    experts_elsewhere: bool = False,
 ) -> Kept:
     """What a half layer keeps between its forward and its recompute at the given save points.
-    `kernels`: operations of attention that are not the reference's."""
+    `kernels`: operations of attention that are not the reference's. `experts_elsewhere`: over
+    several ranks, each of which gets as many rows as it sends."""
     run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
     is_attention = spec.kind is UnitKind.ATTENTION
-    results = _attention_results(run, spec, kernels) if is_attention else _moe_results(run)
+    if is_attention:
+        results = _attention_results(run, spec, kernels)
+    else:
+        results = _moe_results(run, experts_elsewhere=experts_elsewhere)
     found = [result for result in results if result.point in points]
     return Kept(
         sum(result.num_bytes for result in found),
@@ -367,17 +372,20 @@ def _residual_results(run: _Run) -> list[_Result]:
     return [_Result(SavePoint.PROJECTIONS, _FP32 * run.tokens * width, True)]
 
 
-def _moe_results(run: _Run) -> list[_Result]:
+def _moe_results(run: _Run, *, experts_elsewhere: bool) -> list[_Result]:
     """Rows by expert, the experts' two products; the router's product, the shared expert's two, of
-    which the second is added to what the experts give."""
+    which the second is added to what the experts give. Where rows are exchanged, what came of rows
+    and of results is saved, not what was sent."""
     dims, tokens, item = run.dims, run.tokens, run.item
     rows, shared = tokens * dims.experts_per_token, dims.num_shared_experts * dims.expert_width
     experts, products = SavePoint.EXPERTS, SavePoint.PROJECTIONS
+    wide = item * rows * dims.hidden_size
     return [
         *_residual_results(run),
-        _Result(experts, item * rows * dims.hidden_size, True),
+        *(2 * experts_elsewhere * [_Result(experts, wide, True)]),
+        _Result(experts, wide, not experts_elsewhere),
         _Result(experts, item * rows * 2 * dims.expert_width, True),
-        _Result(experts, item * rows * dims.hidden_size, True),
+        _Result(experts, wide, not experts_elsewhere),
         _Result(products, _FP32 * tokens * dims.num_experts, True),
         _Result(products, item * tokens * 2 * shared, True),
         _Result(products, item * tokens * dims.hidden_size, False),

@@ -13,7 +13,7 @@ from math import prod
 
 from msgspec.structs import replace
 
-from ppruntime.config_keys import Config, ExpertCompute, RecomputeMode
+from ppruntime.config_keys import Config, RecomputeMode
 from ppruntime.master_moments import master_moments
 from ppruntime.memory import sharded_master_bytes, state_bytes
 from ppruntime.models.dims import unit_parameters
@@ -37,10 +37,12 @@ class Moment:
     """Made anew by the op's recompute."""
     masters_away: int = 0
     """Masters that are on the host meanwhile."""
+    sums_to_come: int = 0
+    """Gradient sums of stages whose first backward has not begun."""
 
     @property
     def total(self) -> int:
-        return self.activations + self.recompute - self.masters_away
+        return self.activations + self.recompute - self.masters_away - self.sums_to_come
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class RankLedger:
             ("weights", self.weights),
             ("low-precision copies", self.copies),
             ("masters", self.masters - self.peak.masters_away),
-            ("accumulators", self.accumulators),
+            ("accumulators", self.accumulators - self.peak.sums_to_come),
             ("optimizer", self.optimizer),
             ("slots", self.slots),
             ("activations in flight", self.peak.activations),
@@ -119,29 +121,26 @@ def predict(config: Config) -> tuple[RankLedger, ...]:
         config.pp.layers_per_stage,
         seq_len=config.train.seq_len,
     )
-    plain = replace(
-        config,
-        kernels=replace(config.kernels, linear="reference"),
-        moe=replace(config.moe, compute=ExpertCompute()),
-    )
     ledgers = []
     for rank in plan.ranks:
         own = [cuts[index] for index in rank.stages]
-        weights = sum(state_bytes(plain, stage).weights for stage in own)
+        state = {stage.index: state_bytes(config, stage) for stage in own}
+        copies = sum(part.copies for part in state.values())
         masters = sum(sharded_master_bytes(config, stage) for stage in own)
-        optimizer = sum(state_bytes(config, stage).optimizer for stage in own)
+        optimizer = sum(part.optimizer for part in state.values())
         leaving = {stage.index: master_bytes(config, stage) for stage in own}
+        sums = {index: part.gradients for index, part in state.items()}
         ledgers.append(
             RankLedger(
                 rank=rank.rank,
-                weights=weights,
-                copies=rank.weight_bytes - weights,
+                weights=rank.weight_bytes - copies,
+                copies=copies,
                 masters=masters,
                 accumulators=rank.gradient_bytes,
                 optimizer=optimizer - masters,
                 slots=rank.slot_bytes,
                 resting_parameters=masters + _unsharded_bytes(config, own, masters),
-                moments=tuple(_moments(list(order.ops(rank.rank)), plan.stages, leaving)),
+                moments=tuple(_moments(list(order.ops(rank.rank)), plan.stages, leaving, sums)),
             )
         )
     return tuple(ledgers)
@@ -160,15 +159,20 @@ def _unsharded_bytes(config: Config, stages: Sequence[StagePlan], masters: int) 
 
 
 def _moments(
-    ops: Sequence[Op], stages: Sequence[StageReport], masters: Mapping[int, int]
+    ops: Sequence[Op],
+    stages: Sequence[StageReport],
+    masters: Mapping[int, int],
+    sums: Mapping[int, int],
 ) -> Iterator[Moment]:
-    """One per computation of a rank's lowered order. `masters` by stage leave and come back."""
+    """One per computation of a rank's lowered order. `masters` by stage leave and come back, `sums`
+    of gradients are made by the first backward."""
     leave, through = set[Op](), set[Op]()
     for index in masters:
         if (found := master_moments(ops, index)) is not None:
             leave.add(found.left)
             through.add(found.through)
     held = away = 0
+    to_come = dict(sums)
     for op in ops:
         stage, kind = stages[op.stage], op.kind
         again = 0
@@ -178,12 +182,13 @@ def _moments(
             held += stage.held_bytes
         elif kind in (Kind.B, Kind.I):
             again = stage.recompute_bytes
+            to_come.pop(op.stage, None)
         elif kind is Kind.OFFLOADED:
             held -= stage.leaving_bytes
         elif kind is Kind.RELOAD:
             held += stage.leaving_bytes
         if kind in COMPUTE:
-            yield Moment(str(op), held, again, away)
+            yield Moment(str(op), held, again, away, sum(to_come.values()))
         if kind in (Kind.B, Kind.W):
             held -= stage.held_bytes
         if op in through:

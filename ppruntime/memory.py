@@ -10,10 +10,12 @@ from ppruntime.models.activation_bytes import Kept, kept_fields, kept_results, s
 from ppruntime.models.dims import (
     DTYPE_BYTES,
     ModelDims,
+    UnitKind,
     UnitSpec,
     carry_shape,
     unit_parameters,
 )
+from ppruntime.models.fp8_expert_rules import copy_bytes, waiting_bytes
 from ppruntime.models.fp8_linear_rules import fp8_linears
 from ppruntime.models.kernel_limits import AttentionOp, Backend, misfit
 from ppruntime.models.parameters import ParameterSpec, Part
@@ -33,13 +35,16 @@ class StateBytes:
     """What a stage holds on one rank through a step, activations apart."""
 
     weights: int
-    """What the units multiply with: in the compute dtype, the few fp32 ones in fp32; FP8 linears'
-    two copies besides."""
+    """What the units multiply with: in the compute dtype, the few fp32 ones in fp32; FP8 copies
+    besides."""
     gradients: int
-    """fp32 sums over the step's micro-batches."""
+    """fp32 sums over the step's micro-batches, and what FP8 experts hold of micro-batches whose
+    weight gradients wait for a later one's."""
     optimizer: int
     """AdamW's two moments (SignSGD has none), and fp32 masters where the weights are not the
     masters themselves."""
+    copies: int
+    """Of `weights`, what is in FP8: of linears both ways, of experts as [moe.compute] says."""
 
 
 def state_bytes(config: Config, stage: StagePlan) -> StateBytes:
@@ -48,17 +53,23 @@ def state_bytes(config: Config, stage: StagePlan) -> StateBytes:
     Experts lie over ep ranks, their masters and moments over dp; those of all else over dp x ep.
     With ep > 1, Engram tables count as split by rows over all data ranks and never gathered.
     """
-    dims = config.model.dims
+    dims, compute = config.model.dims, config.moe.compute
     wide = config.train.precision == "fp32"
     sharded = not wide or config.parallel.num_data_ranks > 1
     moments = _MOMENTS if config.optim.type == "adamw" else 0
-    weights = gradients = optimizer = 0
+    weights = gradients = optimizer = copies = 0
     for spec in stage.units:
+        if compute.backend != "torch" and spec.kind is UnitKind.MOE:
+            gradients += (compute.num_fused(stage.index) - 1) * _waiting_bytes(config)
         in_fp8 = fp8_linears(spec) if config.kernels.linear != "reference" else ()
         for parameter in unit_parameters(dims, spec):
             here, shard = _shares(config, parameter)
             if parameter.name.removesuffix(".weight") in in_fp8:
-                weights += 2 * here
+                copies += 2 * here
+            if parameter.part is Part.EXPERTS and compute.backend != "torch":
+                copies += copy_bytes(here, turned=not compute.turns_on_demand(stage.index))
+                if compute.frees_weights(stage.index) and not wide:
+                    weights -= here * _BF16
             # What stays fp32 in a bf16 model is not sharded: FSDP casts all that it gathers.
             whole = not sharded or (parameter.fp32 and not wide)
             weights += here * (_FP32 if wide or parameter.fp32 else _BF16)
@@ -67,7 +78,16 @@ def state_bytes(config: Config, stage: StagePlan) -> StateBytes:
                 optimizer += (here if whole else shard) * _FP32 * moments
             if not whole:
                 optimizer += shard * _FP32
-    return StateBytes(weights, gradients, optimizer)
+    return StateBytes(weights + copies, gradients, optimizer, copies)
+
+
+def _waiting_bytes(config: Config) -> int:
+    """What FP8 experts of one layer hold of a micro-batch whose weight gradients wait."""
+    dims, train, ep = config.model.dims, config.train, config.parallel.ep
+    tokens, per_token = train.micro_batch_size * train.seq_len, dims.experts_per_token
+    # From other ranks a row comes once per expert.
+    rows = (tokens, per_token) if ep == 1 else (tokens * per_token, 1)
+    return waiting_bytes(*rows, _ceil(dims.num_experts, ep), dims.hidden_size, dims.expert_width)
 
 
 def sharded_master_bytes(config: Config, stage: StagePlan) -> int:
@@ -152,7 +172,16 @@ def _ceil(number: int, parts: int) -> int:
 def _kept(config: Config, spec: UnitSpec, points: frozenset[SavePoint]) -> Kept:
     dims, _, batch, seq_len, dtype = _case(config, spec)
     kernels = _attention_kernels(config)
-    return kept_results(dims, spec, points, batch, seq_len, dtype, kernels=kernels)
+    return kept_results(
+        dims,
+        spec,
+        points,
+        batch,
+        seq_len,
+        dtype,
+        kernels=kernels,
+        experts_elsewhere=config.parallel.ep > 1,
+    )
 
 
 def _saved_bytes(config: Config, spec: UnitSpec) -> int:

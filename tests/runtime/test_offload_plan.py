@@ -17,6 +17,14 @@ from ppruntime.recompute import kept_points
 from ppruntime.wrap import wrap_units
 
 CPU = torch.device("cpu")
+WHOLE = (
+    "pp.size=1",
+    "pp.layers_per_stage=default",
+    "pp.activation_offload=true",
+    "train.seq_len=31",
+    "train.micro_batch_size=1",
+    "model.sinkhorn_iters=2",
+)
 MODES = ("none", "full_moe", "full", "projections", "attention", "matmul")
 
 
@@ -41,8 +49,7 @@ def wrapped(config: Config) -> list[Unit]:
 def test_all_that_a_mode_keeps_leaves_and_comes_back(mode):
     config = load(
         [CONFIG],
-        ["pp.activation_offload=true", f"ac.mode={mode}", "train.seq_len=31", "pp.size=1"]
-        + ["pp.layers_per_stage=default", "model.sinkhorn_iters=2", "train.micro_batch_size=1"],
+        [f"ac.mode={mode}", *WHOLE],
     )
     (stage,) = cut(config.model.dims, (0,), None, seq_len=31)
     batch = random_batch(config.model.dims, 2, [(13, 18)])

@@ -528,5 +528,7 @@ def test_masters_that_are_away_at_the_peak_do_not_count():
 def test_the_ledger_has_the_plan_s_peak_with_every_knob(knobs):
     config = load([TINY], ["train.precision=bf16", "train.num_micro_batches=12", *knobs])
     for ledger, rank in zip(predict(config), report(config).ranks, strict=True):
-        assert ledger.peak_bytes == rank.total_bytes
+        # The plan counts all gradient sums throughout, the ledger from the first backward on.
+        most = max(m.total + m.sums_to_come for m in ledger.moments)
+        assert ledger.through_the_step + most == rank.total_bytes >= ledger.peak_bytes
         assert sum(num_bytes for _, num_bytes in ledger.rows()) == rank.total_bytes
