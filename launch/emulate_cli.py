@@ -106,9 +106,9 @@ def _run(
 ) -> int:
     import torch
 
-    from ppruntime.emulate import Recorder, check_emulation
+    from ppruntime.emulate import check_emulation
     from ppruntime.emulate import emulate as run
-    from ppruntime.emulate_transport import Blanks
+    from ppruntime.emulate_replays import Blanks, Recorder
     from ppruntime.ranks import Layout, join, leave
 
     torch.set_num_threads(config.run.num_threads)

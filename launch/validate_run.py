@@ -130,7 +130,7 @@ def _validate(
 def _run(config: Config, ranks: Ranks, steps: int) -> Emulation:
     """The whole pipeline, nothing absent."""
     from ppruntime.emulate import emulate
-    from ppruntime.emulate_transport import Blanks
+    from ppruntime.emulate_replays import Blanks
     from ppruntime.schedules.costs import Costs
 
     nothing = (0.0,) * config.pp.size

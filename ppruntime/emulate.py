@@ -11,13 +11,11 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ppruntime.boundaries import expected_boundaries
 from ppruntime.build import build_stage, warm_up_stage
@@ -28,7 +26,8 @@ from ppruntime.clocks import CudaClock, HostClock, OpTimes
 from ppruntime.config import Config
 from ppruntime.connect import compute_dtype
 from ppruntime.data import open_data
-from ppruntime.emulate_transport import Blanks, ReplayTransport, drawn, split_channels
+from ppruntime.emulate_replays import Blanks, Recorder
+from ppruntime.emulate_transport import ReplayTransport, split_channels
 from ppruntime.executor import Executor
 from ppruntime.expert_dispatch import open_dispatcher
 from ppruntime.expert_options import choose_experts
@@ -46,7 +45,7 @@ from ppruntime.schedules.counts import peak_in_flight
 from ppruntime.schedules.ops import parse_op
 from ppruntime.stage import Stage
 from ppruntime.transports import open_transport
-from ppruntime.transports.base import Boundary, Channel, Transport
+from ppruntime.transports.base import Boundary, Transport
 from ppruntime.wrap import hold_gradients, reduce_grads
 
 _WARM_UP_STEPS = 1
@@ -67,55 +66,6 @@ class Emulation:
     """Per present stage: seconds from one backward's end to the next, in the steady part."""
     step_s: tuple[float, ...]
     """The measured steps, over the slowest present rank, without the absent ranks' own end."""
-
-
-class Recorder:
-    """Replays that keep what leaves at an edge, and hand on what an earlier job kept there.
-
-    A file per edge and micro-batch in `folder`: `forward-7-0.pt` is what stage 7 handed on of
-    micro-batch 0. The first `keep` micro-batches are kept and repeat. Where there is no file the
-    tensors are drawn, see `emulate_transport.drawn`.
-    """
-
-    def __init__(self, folder: Path, keep: int, data_rank: int, device: torch.device) -> None:
-        self._folder, self._keep, self._device = folder, keep, device
-        self._suffix = f"-rank{data_rank}" if data_rank else ""
-        self._loaded: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        self._written: set[Path] = set()
-        self.num_replayed = 0
-        """Takes that got recorded tensors."""
-
-    def tensors(self, channel: Channel, micro_batch: int) -> tuple[Tensor, ...]:
-        key = (channel.id, micro_batch % self._keep)
-        if key not in self._loaded:
-            path = self._path(channel, key[1])
-            if path.is_file():
-                self._loaded[key] = self._read(path, channel)
-            else:
-                self._loaded[key] = drawn(channel.boundary, channel.id, self._device)
-        self.num_replayed += self._path(channel, key[1]).is_file()
-        return self._loaded[key]
-
-    def sent(self, channel: Channel, micro_batch: int, tensors: Sequence[Tensor]) -> None:
-        path = self._path(channel, micro_batch)
-        if micro_batch < self._keep and path not in self._written:
-            self._written.add(path)
-            self._folder.mkdir(parents=True, exist_ok=True)
-            torch.save([tensor.detach().cpu() for tensor in tensors], path)
-
-    def _path(self, channel: Channel, micro_batch: int) -> Path:
-        return self._folder / f"{channel.kind}-{channel.src_stage}-{micro_batch}{self._suffix}.pt"
-
-    def _read(self, path: Path, channel: Channel) -> tuple[Tensor, ...]:
-        found = torch.load(path, weights_only=True)
-        here = [(tuple(t.shape), t.dtype) for t in found]
-        wanted = [(spec.shape, spec.dtype) for spec in channel.boundary.tensors]
-        if here != wanted:
-            raise ProjectionError(
-                f"{path} holds {here}, {channel} carries {wanted}; it is of another run, delete it "
-                "or name another folder"
-            )
-        return tuple(t.to(self._device) for t in found)
 
 
 def check_emulation(config: Config, present: range) -> tuple[Order, tuple[StagePlan, ...]]:
@@ -213,6 +163,7 @@ def emulate(
             torch.cuda.synchronize()
         took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
         times = executor.op_times()
+        stage.flush_weight_grads()
         reduce_grads(list(stage.units), ranks.data_group)
         stage.units.zero_grad(set_to_none=True)
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
@@ -221,7 +172,10 @@ def emulate(
             all_times.append(_gather(times, ranks))
     peaks = _peaks(ranks, rank) if on_cuda else ()
     transport.close()
-    return _emulation(config, order, present, boundaries, all_times, peaks, step_s)
+    replayed = [
+        part.decode() for part in gather_bytes(replays.describe().encode(), ranks.pipeline_group)
+    ]
+    return _emulation(config, order, present, boundaries, all_times, replayed, peaks, step_s)
 
 
 def _build(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
@@ -277,6 +231,7 @@ def _emulation(
     present: range,
     boundaries: Sequence[Boundary],
     all_times: Sequence[Sequence[Times]],
+    replayed: Sequence[str],
     peaks: tuple[StagePeak, ...],
     step_s: Sequence[float],
 ) -> Emulation:
@@ -288,7 +243,8 @@ def _emulation(
     for place, stage in enumerate(present):
         held = in_flight[stage]
         steps = [times[place] for times in all_times]
-        stages.append(stage_times(stage, steps, range(held, count - held), what))
+        source = what + replayed[place]
+        stages.append(stage_times(stage, steps, range(held, count - held), source))
         cycles.append(_cycle(steps, range(held, count - held)))
     return Emulation(
         stages=tuple(stages),

@@ -10,24 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ppruntime.emulate_replays import Replays
 from ppruntime.schedules.absent import AbsentRanks
-from ppruntime.transports.base import Boundary, Channel, Transport, TransportError
+from ppruntime.transports.base import Channel, Transport, TransportError
 from ppruntime.transports.ledger import Ledger
-
-
-class Replays(Protocol):
-    """What crosses at the edges."""
-
-    def tensors(self, channel: Channel, micro_batch: int) -> tuple[Tensor, ...]:
-        """What the absent neighbour hands on, on the stage's device."""
-
-    def sent(self, channel: Channel, micro_batch: int, tensors: Sequence[Tensor]) -> None:
-        """Something left for an absent neighbour; the tensors may be kept, not written to."""
 
 
 class ReplayTransport:
@@ -171,32 +161,3 @@ def split_channels(
     }
     edges = tuple(c for c in channels if rank in (c.src_rank, c.dst_rank) and c.id not in inner)
     return inner, edges
-
-
-class Blanks:
-    """Replays that repeat `seed`-drawn tensors: small normal numbers, and zeros where integers or
-    flags cross. Keeps nothing of what is sent."""
-
-    def __init__(self, device: torch.device, seed: int = 0) -> None:
-        self._device, self._seed = device, seed
-        self._made: dict[int, tuple[Tensor, ...]] = {}
-
-    def tensors(self, channel: Channel, micro_batch: int) -> tuple[Tensor, ...]:
-        if channel.id not in self._made:
-            self._made[channel.id] = drawn(channel.boundary, self._seed + channel.id, self._device)
-        return self._made[channel.id]
-
-    def sent(self, channel: Channel, micro_batch: int, tensors: Sequence[Tensor]) -> None:
-        pass
-
-
-def drawn(boundary: Boundary, seed: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Tensors of a boundary's shapes. Never all zeros where numbers are multiplied, since kernels
-    run too fast on these."""
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(
-        torch.randn(spec.shape, generator=generator).to(device=device, dtype=spec.dtype)
-        if spec.dtype.is_floating_point
-        else torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-        for spec in boundary.tensors
-    )

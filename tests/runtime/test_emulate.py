@@ -15,18 +15,22 @@ import msgspec
 import pytest
 import torch
 
+from ppruntime.build import build_stage
 from ppruntime.calibrate import Depths
 from ppruntime.calibration import Calibration, PerStep, StageTimes, read_calibration
 from ppruntime.calibration_file import calibration_of, merged, refuse_profilers, write_calibration
 from ppruntime.config import load
-from ppruntime.emulate import check_emulation
-from ppruntime.emulate_transport import Blanks, ReplayTransport, drawn, split_channels
+from ppruntime.data import open_data
+from ppruntime.emulate import check_emulation, emulate
+from ppruntime.emulate_replays import Blanks, Recorder, drawn
+from ppruntime.emulate_transport import ReplayTransport, split_channels
 from ppruntime.expert_options import ExpertChoice
 from ppruntime.launch.cli import main
 from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.pipeline_projection import stage_costs
 from ppruntime.plan import cut
 from ppruntime.projector import ProjectionError
+from ppruntime.ranks import Layout, join, leave
 from ppruntime.schedules import make
 from ppruntime.schedules.absent import AbsentRanks
 from ppruntime.schedules.costs import Costs, Hops
@@ -41,6 +45,13 @@ SMALL = [
     "pp.size=4",
     "pp.schedule=1f1b_w",
 ]
+ONE_LAYER = (
+    *("train.seq_len=8", "train.micro_batch_size=1", "data.type=counting"),
+    *("model.name=tiny-v4", "model.num_layers=1", "model.compress_ratios=[0]"),
+    *("model.num_hash_layers=0", "model.hidden_size=128", "model.expert_width=128"),
+    *("model.num_experts=2", "model.experts_per_token=1"),
+)
+PER_STEP = (*ONE_LAYER, "pp.size=1", "train.precision=bf16", "train.num_micro_batches=1")
 LIMIT_SECONDS = 300
 
 
@@ -171,15 +182,6 @@ def test_two_depths_are_timed_and_say_what_is_measured(monkeypatch, capsys):
         assert complaint in capsys.readouterr().err
 
 
-PER_STEP = (
-    *("train.precision=bf16", "train.seq_len=8", "train.micro_batch_size=1"),
-    *("train.num_micro_batches=1", "data.type=counting", "pp.size=1"),
-    *("model.name=tiny-v4", "model.num_layers=1", "model.compress_ratios=[0]"),
-    *("model.num_hash_layers=0", "model.hidden_size=128", "model.expert_width=128"),
-    *("model.num_experts=2", "model.experts_per_token=1"),
-)
-
-
 def test_pieces_of_a_step_are_timed_on_the_ranks_of_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     in_torch = ExpertChoice(ExpertBackend.REFERENCE)
@@ -224,6 +226,68 @@ def test_two_data_ranks_time_what_they_send_each_other(tmp_path):
     assert rows.keys() == {"gather", "reduce", "clip", "optimizer"}
     assert {row.data_ranks for row in rows.values()} == {2}
     assert "slowest of 2 ranks, dp 2 x ep 1" in rows["reduce"].source
+
+
+def test_a_second_job_computes_the_bits_of_the_whole_pipeline_on_what_the_first_one_sent(tmp_path):
+    """E3 with as many recorded micro-batches as there are: stage 0, then stage 1 on its outputs,
+    hand on what the two stages hand on that are run one after the other."""
+    count = 6
+    keys = ["pp.size=2", "pp.layers_per_stage=[0.5,0.5]", "pp.schedule=1f1b_w"]
+    keys += ["train.precision=fp32", f"train.num_micro_batches={count}"]
+    config = load([TINY], [*ONE_LAYER, *keys])
+    folder, ranks = (
+        tmp_path / "boundaries",
+        join(Layout(1, 1, 1), use_cuda=False, timeout_seconds=60),
+    )
+    costs = Costs((1e-4, 1e-4), (1e-4, 1e-4), (1e-4, 1e-4))
+    try:
+        found = [
+            emulate(
+                config,
+                ranks,
+                range(stage, stage + 1),
+                costs=costs,
+                hop_s=0.0,
+                num_steps=1,
+                replays=Recorder(folder, count, 0, ranks.device),
+            )
+            for stage in (0, 1, 0)
+        ]
+        plan = check_emulation(config, range(2))[1]
+        first, last = (build_stage(config, plan[stage], ranks) for stage in (0, 1))
+    finally:
+        leave()
+    one, data = torch.ones(()), open_data(config)
+    for stage in (first, last):
+        stage.reset(loss_seed=one, balance_seed=one)
+    for m in range(count):
+        outputs = first.forward(m, (), data.micro_batch(0, m))
+        last.forward(m, outputs, data.micro_batch(0, m))
+        grads = last.backward(m, ())
+        for name, expected in ((f"forward-0-{m}.pt", outputs), (f"backward-1-{m}.pt", grads)):
+            kept = torch.load(folder / name, weights_only=True)
+            assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True)), name
+    sources = [emulation.stages[0].source.rpartition("; ")[2] for emulation in found]
+    assert sources == [f"what came from absent stages was {how}" for how in _CAME]
+
+
+_CAME = ("drawn", "recorded", "recorded")
+
+
+def test_recorded_boundaries_repeat_and_those_of_another_run_are_refused(tmp_path):
+    device, there = torch.device("cpu"), channel()
+    Recorder(tmp_path, 2, 0, device).sent(there, 1, (torch.tensor([1.0, 2.0]),))
+    replays = Recorder(tmp_path, 2, 0, device)
+    assert replays.describe() == ""
+    for micro_batch in (1, 3):
+        assert replays.tensors(there, micro_batch)[0].tolist() == [1.0, 2.0]
+    assert replays.describe() == "; what came from absent stages was recorded"
+    assert torch.equal(replays.tensors(there, 2)[0], drawn(there.boundary, 0, device)[0])
+    assert replays.describe().endswith("was drawn, 1 of 2 boundaries apart")
+    assert Recorder(tmp_path, 2, 1, device).tensors(there, 1)[0].tolist() != [1.0, 2.0]
+    wider = channel(boundary=Boundary((TensorSpec("streams", (3,), torch.float32),)))
+    with pytest.raises(ProjectionError, match="is of another run, delete it or name another"):
+        Recorder(tmp_path, 2, 0, device).tensors(wider, 1)
 
 
 # In this process
