@@ -4,7 +4,8 @@ Start with `base`, what every transport promises.
 
 all kinds     ledger (checks of every call), slots (receive buffers), agree (what ranks compare
               before the first transfer), per_channel (each channel by its own kind), selftest
-anywhere      local (inside a process), shared_memory (inside a host), p2p (gloo, over connection)
+anywhere      local (inside a process), shared_memory (inside a host, over shared_slots and line),
+              p2p (gloo, over connection)
 GPUs          nccl (over communicators), copy_engine (over peer_memory), put
 on GPUs       device (order, events, deadlines, abort, for all three), watchdog, lives (dead peers),
               ring (slots in turn), opening (over meeting), background (calls that may hang)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import TCPStore
 from transport_cases import payload, process_opener, run_scenario
 
-from ppruntime.transports import agree, open_transport, p2p, shared_memory
+from ppruntime.transports import agree, open_transport, p2p, shared_memory, shared_slots
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
 
 BETWEEN_PROCESSES = ("gloo", "shared_memory")
@@ -287,7 +287,7 @@ def _vanishes_when_met(rank):
     if rank == 2:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind("")
-            card = [shared_memory.host_of_sockets(), listener.getsockname().hex(), "00" * 16]
+            card = [shared_slots.host_of_sockets(), listener.getsockname().hex(), "00" * 16]
         agree.gather(store, 2, range(3), json.dumps(card), timeout_seconds=30, what="the test")
         return None
     return _caught(
@@ -313,7 +313,7 @@ def test_a_rank_that_vanishes_before_it_is_called_is_named_by_its_peer(rank_outc
 
 def test_ranks_on_two_hosts_are_told_which_is_where():
     with pytest.raises(TransportError, match=r"rank 0 is on a, rank 3 is on b; set pp.transport"):
-        shared_memory.check_one_host({3: "b", 0: "a"})
+        shared_slots.check_one_host({3: "b", 0: "a"})
 
 
 # The ranks disagree
