@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-long kernels lint types check oracle bench clean
+.PHONY: demo test test-failed test-long kernels lint types check oracle bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m ppruntime.launch.demo
@@ -12,6 +12,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(MAKE) --no-print-directory lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not compiles"
+
+# What the last `make test` saw fail, once more and with the machine to itself.
+test-failed: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none -m "not long and not compiles"
 
 # What `make test` has no time for.
 test-long: $(STAMP)
