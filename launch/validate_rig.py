@@ -171,10 +171,11 @@ def emulated_ranks(rank: int, rig: Rig, schedule: Schedule, present: range) -> I
     """One rank of those that are `present` of a pipeline."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-    from ppruntime.emulate_rig import EmulatedRig
+    from ppruntime.sleep_rig import SleepRig
 
     costs, latency = rig.costs(schedule.num_ranks), rig.latency_ms / 1e3
-    emulated = EmulatedRig(schedule, present, PrefixStore("emulated", _get_default_store()))
+    store = PrefixStore("emulated", _get_default_store())
+    emulated = SleepRig(schedule, store, present=present)
     for _ in range(rig.steps):
         yield emulated.step(costs, latency)
     emulated.close()

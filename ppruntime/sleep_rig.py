@@ -19,9 +19,11 @@ from torch.distributed.distributed_c10d import Store
 
 from ppruntime.channels import make_channels
 from ppruntime.clocks import HostClock, OpTimes
+from ppruntime.emulate_transport import ReplayTransport, split_channels
 from ppruntime.executor import Executor
 from ppruntime.models.carry import MicroBatch
-from ppruntime.schedules.costs import Costs
+from ppruntime.schedules.absent import AbsentRanks
+from ppruntime.schedules.costs import Costs, Hops
 from ppruntime.schedules.counts import slots_held
 from ppruntime.schedules.ops import COMPUTE, Kind, Op, Schedule, parse_op
 from ppruntime.schedules.passes import add_frees, add_transfers
@@ -117,25 +119,41 @@ class SleepRig:
     """One rank of a pipeline of sleeping stages, open for any number of steps.
 
     `schedule` has computations only. Opening and `step` are collective: all ranks of `group` (rank
-    r of the group is rank r of the order) make the same calls with the same arguments.
+    r of the group is rank r of the order) make the same calls with the same arguments. `present`:
+    the group is these ranks of the order, the others are replayed, see `emulate_transport`.
     """
 
     def __init__(
-        self, schedule: Schedule, store: Store, group: dist.ProcessGroup | None = None
+        self,
+        schedule: Schedule,
+        store: Store,
+        group: dist.ProcessGroup | None = None,
+        *,
+        present: range | None = None,
     ) -> None:
-        rank = dist.get_rank(group)
+        self._present = range(schedule.num_ranks) if present is None else present
+        place = dist.get_rank(group)
+        rank = self._present.start + place
         slots = slots_held(schedule)
         lowered = add_frees(add_transfers(schedule, slots=slots))
         boundaries = [PAYLOAD] * (schedule.num_stages - 1)
         channels = make_channels(boundaries, schedule.stage_to_rank, slots)
+        device = torch.device("cpu")
+        between, edges = split_channels(channels, self._present, rank)
         inner = open_transport(
-            "auto", channels, rank, device=torch.device("cpu"), timeout_seconds=60, store=store
+            "auto", list(between.values()), place, device=device, timeout_seconds=60, store=store
         )
         last = schedule.num_stages - 1
         free = Costs.even(0, 0, 0, schedule.stage_to_rank)
-        self._group = group
+        self._schedule, self._group = schedule, group
         self._stages = {s: SleepStage(s, free, is_last=s == last) for s in schedule.stages_of(rank)}
-        self._transport = DelayedTransport(inner, 0)
+        self._delayed = DelayedTransport(inner, 0)
+        self._replayed = (
+            ReplayTransport(self._delayed, between, edges, rank, _OneMessage(), device=device)
+            if len(self._present) < schedule.num_ranks
+            else None
+        )
+        self._transport: Transport = self._replayed or self._delayed
         self._executor = Executor(
             lowered, rank, self._stages, channels, self._transport, clock=HostClock()
         )
@@ -144,11 +162,16 @@ class SleepRig:
         self.step(free, 0)  # first messages are slow; not part of what is measured
 
     def step(self, costs: Costs, latency_seconds: float) -> RigStep:
-        """Runs the order once. `costs` are in seconds, one entry per stage."""
+        """Runs the order once. `costs` are in seconds, one entry per stage, absent ones too."""
         for stage in self._stages.values():
             stage.costs = costs
-        self._transport.latency_seconds = latency_seconds
+        self._delayed.latency_seconds = latency_seconds
         start = start_together(self._group)
+        if self._replayed is not None:
+            hops = Hops.both(latency_seconds)
+            self._replayed.begin(
+                AbsentRanks(self._schedule, costs, hops, self._present, start=start)
+            )
         self._executor.run(self._batches)
         end = time.perf_counter()
         return RigStep(start, end, tuple(self._executor.op_times()))
@@ -157,6 +180,19 @@ class SleepRig:
         """Collective, so that no rank takes another's end for a loss."""
         dist.barrier(self._group)
         self._transport.close()
+
+
+class _OneMessage:
+    """Replays of the rig's empty messages, see `emulate_replays.Replays`."""
+
+    def __init__(self) -> None:
+        self._message = (torch.zeros(1, dtype=torch.float64),)
+
+    def tensors(self, channel: Channel, micro_batch: int) -> tuple[Tensor, ...]:
+        return self._message
+
+    def sent(self, channel: Channel, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        pass
 
 
 def start_together(group: dist.ProcessGroup | None = None) -> float:
