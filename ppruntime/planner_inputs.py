@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import product
 
 from msgspec.structs import replace
@@ -12,12 +13,9 @@ from ppruntime.calibration import Calibration, on_data_ranks, transfer_seconds, 
 from ppruntime.config_keys import Config, ExpertCompute
 from ppruntime.memory import activation_bytes, compute_dtype_name, state_bytes
 from ppruntime.models.dims import UnitKind, UnitSpec, boundary_bytes, unit_specs
-from ppruntime.models.fp8_expert_rules import copy_bytes, waiting_bytes
 from ppruntime.plan import StagePlan
 from ppruntime.planner import Choice, ExpertUse, PlannedUnit, Task, Variant
 from ppruntime.projector import Origin, ProjectionError, weakest
-
-_BF16 = 2
 
 
 def task_of(
@@ -78,30 +76,29 @@ def expert_variants(config: Config, kernels: Kernels | None = None) -> tuple[Var
 
 
 def _variant(config: Config, use: ExpertUse, kernels: Kernels | None = None) -> Variant:
-    dims, ep = config.model.dims, config.parallel.ep
-    num_held, hidden, width = dims.num_experts // ep, dims.hidden_size, dims.expert_width
-    block = num_held * 3 * hidden * width
-    static = float(copy_bytes(block, turned=not use.fp8_transposed_on_demand))
-    name = "bf16 kept"
-    if use.free_bf16_expert_weights:
-        name = "bf16 freed"
-        static -= _BF16 * block
+    name = "bf16 freed" if use.free_bf16_expert_weights else "bf16 kept"
     if use.fp8_transposed_on_demand:
         name += ", FP8 turned on demand"
-    tokens = config.train.micro_batch_size * config.train.seq_len
-    num_waiting = use.fused_wgrad_micro_batches - 1
-    if num_waiting:
+    is_fused = use.fused_wgrad_micro_batches > 1
+    if is_fused:
         name += f", fused wgrad n {use.fused_wgrad_micro_batches}"
-        # From other ranks a row comes once per expert.
-        rows = (tokens, dims.experts_per_token) if ep == 1 else (tokens * dims.experts_per_token, 1)
-        static += num_waiting * waiting_bytes(*rows, num_held, hidden, width)
     turn_s = gain_s = 0.0
     if kernels is not None:
-        experts = kernels.experts
-        turn_s = use.fp8_transposed_on_demand * experts.turn_s
-        scale = tokens * dims.experts_per_token / experts.rows
-        gain_s = (num_waiting > 0) * experts.fused_gain_s * scale
+        tokens = config.train.micro_batch_size * config.train.seq_len
+        scale = tokens * config.model.dims.experts_per_token / kernels.experts.rows
+        turn_s = use.fp8_transposed_on_demand * kernels.experts.turn_s
+        gain_s = is_fused * kernels.experts.fused_gain_s * scale
+    block = next(s for s in unit_specs(config.model.dims) if s.kind is UnitKind.MOE)
+    compute = replace(config.moe.compute, backend="triton", **asdict(use))
+    static = _state(config, compute, block) - _state(config, ExpertCompute(), block)
     return Variant(name, static, input_grad_s=turn_s, weight_grad_s=-gain_s, use=use)
+
+
+def _state(config: Config, compute: ExpertCompute, spec: UnitSpec) -> float:
+    """What lies on a rank through a step for one unit, with its experts used as `compute` says."""
+    alone = StagePlan(index=0, rank=0, units=(spec,), before=None, after=spec)
+    state = state_bytes(replace(config, moe=replace(config.moe, compute=compute)), alone)
+    return float(state.weights + state.gradients + state.optimizer)
 
 
 def _unit(config: Config, calibration: Calibration, spec: UnitSpec) -> PlannedUnit:
@@ -113,9 +110,6 @@ def _unit(config: Config, calibration: Calibration, spec: UnitSpec) -> PlannedUn
         )
     held = {row.ac_mode: float(row.num_bytes) for row in calibration.memory if row.unit == kind}
     alone = StagePlan(index=0, rank=0, units=(spec,), before=None, after=spec)
-    # Copies of experts' weights come with a variant.
-    plain = replace(config, moe=replace(config.moe, compute=ExpertCompute()))
-    state = state_bytes(plain, alone)
     return PlannedUnit(
         name=spec.name,
         choices=tuple(
@@ -128,7 +122,7 @@ def _unit(config: Config, calibration: Calibration, spec: UnitSpec) -> PlannedUn
             )
             for row in rows
         ),
-        static_bytes=float(state.weights + state.gradients + state.optimizer),
+        static_bytes=_state(config, ExpertCompute(), spec),  # a variant adds to that
         is_expert_block=spec.kind is UnitKind.MOE,
         is_half=spec.layer is not None,
         origin=weakest(*(Origin(row.origin) for row in rows)),
