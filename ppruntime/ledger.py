@@ -11,18 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from msgspec.structs import replace
-
-from ppruntime.config_keys import Config, RecomputeMode
+from ppruntime.config_keys import Config
 from ppruntime.master_moments import master_moments
 from ppruntime.memory import sharded_master_bytes, state_bytes
 from ppruntime.models.dims import unit_parameters
 from ppruntime.offload_plan import master_bytes
 from ppruntime.order import make_order
 from ppruntime.plan import StagePlan, cut
-from ppruntime.plan_report import StageReport, flop_costs, report
+from ppruntime.plan_report import StageReport, report
 from ppruntime.schedules.ops import COMPUTE, Kind, Op
-from ppruntime.schedules.timeline import simulate
 from ppruntime.text_table import short_bytes, text_table
 
 
@@ -240,82 +237,3 @@ def _off(predicted: int | None, measured: int | None) -> str:
     if predicted is None or not measured:
         return "-"
     return f"{predicted / measured - 1:+.2%}"
-
-
-@dataclass(frozen=True, slots=True)
-class Remedy:
-    """A change that lowers a rank's predicted peak."""
-
-    change: str
-    """As overrides of the command line."""
-    peak_bytes: int
-    cost: float
-    """Step time over the present one, less 1; op times as FLOPs, free transfers."""
-
-
-def remedies(config: Config, rank: int, goal_bytes: float) -> list[Remedy]:
-    """Changes with which the rank's predicted peak is at most `goal_bytes`, the cheapest first."""
-    now = _step_time(config)
-    found = []
-    for change, other in _candidates(config):
-        peak = predict(other)[rank].peak_bytes
-        if peak <= goal_bytes:
-            found.append(Remedy(change, peak, _step_time(other) / now - 1))
-    return sorted(found, key=lambda remedy: (round(remedy.cost, 6), -remedy.peak_bytes))
-
-
-_MODES: tuple[RecomputeMode, ...] = ("matmul", "attention", "projections", "full", "full_moe")
-
-
-def _candidates(config: Config) -> Iterator[tuple[str, Config]]:
-    for mode in _MODES:
-        if config.ac.mode != mode:
-            yield f"ac.mode={mode}", replace(config, ac=replace(config.ac, mode=mode))
-    train = config.train
-    if train.micro_batch_size % 2 == 0:
-        smaller = replace(
-            train,
-            micro_batch_size=train.micro_batch_size // 2,
-            num_micro_batches=2 * train.num_micro_batches,
-        )
-        yield (
-            f"train.micro_batch_size={smaller.micro_batch_size}"
-            f" train.num_micro_batches={smaller.num_micro_batches}",
-            replace(config, train=smaller),
-        )
-
-
-def _step_time(config: Config) -> float:
-    order = make_order(config).computations
-    cuts = cut(
-        config.model.dims,
-        order.stage_to_rank,
-        config.pp.layers_per_stage,
-        seq_len=config.train.seq_len,
-    )
-    return simulate(order, flop_costs(config, cuts)).makespan * config.train.micro_batch_size
-
-
-def out_of_memory_text(config: Config, rank: int, device_bytes: int | None) -> str:
-    """The ledger of a rank that ran out of memory and the two cheapest changes that would fit.
-
-    `device_bytes`: what the device has, if known. Where the prediction was below it, the changes
-    have to make as much room again as the prediction missed: a twentieth at least.
-    """
-    ledger = predict(config)[rank]
-    predicted = ledger.peak_bytes
-    goal = 0.95 * (predicted if device_bytes is None else min(predicted, device_bytes))
-    rows = ", ".join(f"{name} {short_bytes(num)}" for name, num in ledger.rows() if num)
-    lines = [
-        f"predicted for rank {rank}: {rows}; together {short_bytes(predicted)} at the most, in"
-        f" {ledger.peak.op}"
-        + (f"; the device has {short_bytes(device_bytes)}" if device_bytes is not None else "")
-    ]
-    lines.extend(
-        f"{remedy.change} would need {short_bytes(remedy.peak_bytes)}; the step takes"
-        f" {remedy.cost:+.1%} by FLOPs"
-        for remedy in remedies(config, rank, goal)[:2]
-    )
-    if len(lines) == 1:
-        lines.append("no ac.mode makes it fit; use more ranks (pp.size, parallel.dp), fewer tokens")
-    return "\n".join(lines)

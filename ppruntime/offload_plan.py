@@ -5,6 +5,7 @@ Sizes are `memory.activation_bytes` of one micro-batch; what was received stays.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from ppruntime.config_keys import Config
@@ -56,34 +57,47 @@ def host_bytes(
     return peak
 
 
-def offload_text(config: Config, order: Order, plan: Sequence[StagePlan]) -> str | None:
-    """One line on what is moved, and how fast the device may be before the link holds it up; None
-    if nothing is. In a long step every micro-batch's computations have one copy in each direction
-    to hide; masters have the whole step."""
+def flops_to_hide_behind(config: Config, order: Order, plan: Sequence[StagePlan]) -> float:
+    """FLOP/s of a device above which the link holds some rank up: in a long step every
+    micro-batch's computations have one copy in each direction to hide. Infinite without copies."""
     pp, train = config.pp, config.train
-    if not pp.activation_offload:
-        return "offload: masters" if pp.offload_masters else None
-    if pp.offload_target == "fp8":
-        return "offload: activations wait as FP8 on the device; changes numerics"
-    moving = {
-        op.stage for rank in range(pp.size) for op in order.lowered.ops(rank)
-        if op.kind is Kind.OFFLOAD
-    }  # fmt: skip
-    if not moving:
-        return "offload: no micro-batch is in flight long enough for anything to move"
-    tokens = train.micro_batch_size * train.seq_len
-    worst, most = float("inf"), 0
+    tokens, moving, worst = train.micro_batch_size * train.seq_len, _moving(config, order), math.inf
     for rank in range(pp.size):
         own = [stage for stage in plan if stage.rank == rank]
         moved = sum(leaving_bytes(config, s) for s in own if s.index in moving)
-        if moved:
+        if moved and pp.offload_target == "host":
             flops = tokens * sum(
                 train_flops_per_token(config.model.dims, unit, train.seq_len)
                 for stage in own
                 for unit in stage.units
             )
             worst = min(worst, flops * pp.offload_every / moved * LINK_BYTES_PER_SECOND)
-            most = max(most, moved)
+    return worst
+
+
+def _moving(config: Config, order: Order) -> set[int]:
+    """Stages of which some micro-batch moves."""
+    ops = (op for rank in range(config.pp.size) for op in order.lowered.ops(rank))
+    return {op.stage for op in ops if op.kind is Kind.OFFLOAD}
+
+
+def offload_text(config: Config, order: Order, plan: Sequence[StagePlan]) -> str | None:
+    """One line on what is moved, and how fast the device may be before the link holds it up; None
+    if nothing is. In a long step every micro-batch's computations have one copy in each direction
+    to hide; masters have the whole step."""
+    pp = config.pp
+    if not pp.activation_offload:
+        return "offload: masters" if pp.offload_masters else None
+    if pp.offload_target == "fp8":
+        return "offload: activations wait as FP8 on the device; changes numerics"
+    moving = _moving(config, order)
+    if not moving:
+        return "offload: no micro-batch is in flight long enough for anything to move"
+    most = max(
+        sum(leaving_bytes(config, s) for s in plan if s.rank == rank and s.index in moving)
+        for rank in range(pp.size)
+    )
+    worst = flops_to_hide_behind(config, order, plan)
     which = f"one in {pp.offload_every}" if pp.offload_every > 1 else "every one"
     return (
         f"offload: up to {short_bytes(most)} a micro-batch, {which}, go to the host"

@@ -20,13 +20,13 @@ from ppruntime.build import build_pipeline
 from ppruntime.config import Config, digest
 from ppruntime.data import Batches, open_data
 from ppruntime.expert_exchange import DispatchError
-from ppruntime.ledger import out_of_memory_text
 from ppruntime.manifest import CheckpointError, TrainingState, find
 from ppruntime.memory_meter import MemoryMeter
 from ppruntime.messages import any_rank, broadcast_bytes, first_complaint
 from ppruntime.nonfinite import Skips
 from ppruntime.profiling import align_clocks, gather_step, write_timeline
 from ppruntime.ranks import Layout, Ranks, check_world, join, leave, started_rank
+from ppruntime.remedies import out_of_memory_text
 from ppruntime.reporting import FORESEEN, LOSS_SECONDS, Record, Reporter, exit_code, tell
 from ppruntime.run_dir import ExitCode, RunDirError, new_run_dir, open_run
 from ppruntime.termination import StoppedError, Termination

@@ -15,13 +15,12 @@ from ppruntime.ledger import (
     MeasuredMemory,
     check_text,
     ledger_text,
-    out_of_memory_text,
     predict,
-    remedies,
 )
 from ppruntime.ledger_check import run_check_text
 from ppruntime.metrics import read_metrics
 from ppruntime.plan_report import report
+from ppruntime.remedies import out_of_memory_text, remedies
 
 
 def tiny(*overrides: str) -> Config:
@@ -85,7 +84,54 @@ def test_remedies_fit_and_the_cheapest_comes_first():
         assert predict(other)[0].peak_bytes == remedy.peak_bytes <= 0.95 * peak
     costs = [remedy.cost for remedy in found]
     assert costs == sorted(costs)
-    assert "no ac.mode makes it fit" in out_of_memory_text(config, 0, 1000)
+    assert "no ac.mode and no offload make it fit" in out_of_memory_text(config, 0, 1000)
+
+
+ENOUGH_IN_FLIGHT = ("pp.size=4", "train.num_micro_batches=8", "train.precision=bf16")
+
+
+def test_offload_is_among_the_remedies_and_really_fits():
+    base = (*ENOUGH_IN_FLIGHT, "train.seq_len=64")
+    config = tiny(*base)
+    peak = predict(config)[0].peak_bytes
+    found = remedies(config, 0, 0.95 * peak)
+    changes = {remedy.change for remedy in found}
+    assert "pp.activation_offload=true pp.offload_paced=true" in changes
+    assert any(change.startswith("ac.mode=") for change in changes)
+    moved = next(r for r in found if "pp.offload_paced" in r.change)
+    assert moved.cost == 0
+    assert "hidden at 45 GB/s unless a device does more than" in moved.text
+    assert predict(tiny(*base, *moved.change.split(" ")))[0].peak_bytes == moved.peak_bytes
+    # One that recomputes and one that copies, so that a person can choose.
+    text = out_of_memory_text(config, 0, None)
+    assert "ac.mode=" in text
+    assert "offload" in text
+
+
+def test_masters_help_where_they_are_most_and_two_knobs_where_one_is_not_enough():
+    config = tiny(*ENOUGH_IN_FLIGHT, "ac.mode=full_moe", "train.seq_len=32")
+    peak = predict(config)[0].peak_bytes
+    single = remedies(config, 0, 0.995 * peak)
+    assert {"pp.offload_masters=true"} <= {r.change for r in single}
+    least = min(r.peak_bytes for r in single)
+    pairs = remedies(config, 0, least - 1)
+    assert pairs
+    for remedy in pairs:
+        assert len({word.split("=")[0] for word in remedy.change.split(" ")}) > 1
+        other = tiny(*ENOUGH_IN_FLIGHT, "train.seq_len=32", *_set(remedy.change, "full_moe"))
+        assert predict(other)[0].peak_bytes == remedy.peak_bytes < least
+
+
+def _set(change: str, mode: str) -> list[str]:
+    words = change.split(" ")
+    return words if "ac.mode" in change else [f"ac.mode={mode}", *words]
+
+
+def test_what_a_rule_refuses_is_no_remedy():
+    config = tiny("pp.size=2", "train.num_micro_batches=1")  # fp32: weights are their own masters
+    changes = " ".join(remedy.change for remedy in remedies(config, 0, 1e18))
+    assert "ac.mode=" in changes
+    assert "offload_masters" not in changes
 
 
 def _runs_out(rank: int, run_dir: str) -> list[str]:
