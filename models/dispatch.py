@@ -100,7 +100,11 @@ class Dispatcher(Protocol):
 
 @runtime_checkable
 class Checked(Protocol):
-    """A dispatcher whose waits on the device may have been in vain, which no call in a step says."""
+    """A dispatcher whose device may have waited in vain, which no call within a step says."""
+
+    @property
+    def outside_bytes(self) -> int:
+        """Device memory that it holds beside torch's allocator."""
 
     def check(self) -> None:
         """After a step's last layer, before its gradients are used: raises, alike on all ranks of

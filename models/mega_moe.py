@@ -136,6 +136,11 @@ class MegaMoe:
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         _DISPATCHERS[exchange.name] = self
 
+    @property
+    def outside_bytes(self) -> int:
+        """The arena's."""
+        return self.arena.shape.num_bytes
+
     def held(self, num_experts: int) -> range:
         share = num_experts // self.exchange.num_ranks
         return range(self.exchange.rank * share, (self.exchange.rank + 1) * share)

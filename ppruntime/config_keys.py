@@ -277,23 +277,29 @@ class Dispatch(Section, frozen=True):
 
     type: Literal["torch", "deep_ep", "mega_moe"] = "torch"
     """torch: all-to-all in plain PyTorch, a row per token and expert, runs everywhere. deep_ep: a
-    row per token and rank by that package, inside a host. Summation order (torch); changes numerics
-    (deep_ep: sums of a rank's experts are rounded to bf16)."""
+    row per token and rank by that package, inside a host. mega_moe: fused with the experts' own
+    kernels, ranks of a host read and write each other's memory. Summation order (torch; mega_moe
+    with FP8 experts); changes numerics (deep_ep: sums of a rank's experts are rounded to bf16;
+    mega_moe with bf16 experts, where the routing weight goes in before the second product)."""
     fp8: bool = False
-    """Tokens travel in FP8, one power-of-two scale per 128 values: half the bytes. Bitwise with FP8
-    experts, else changes numerics."""
+    """Tokens travel in FP8, one power-of-two scale per 128 values: half the bytes. mega_moe: as its
+    experts multiply, whatever is said here. Bitwise with FP8 experts, else changes numerics."""
     fp8_grad: bool = False
     """Gradients of the experts' results do. Changes numerics."""
     weight_grads_after_combine: bool = False
     """Tokens' gradients are sent back before the experts' weight gradients are computed, not after:
-    transfer and computation overlap. Bitwise."""
+    transfer and computation overlap. mega_moe: always. Bitwise."""
     token_chunks: Annotated[int, Meta(ge=1, le=8)] = 1
     """deep_ep: parts of a micro-batch; one is computed while the next is sent. Weight gradients are
     a sum over them, and each part counts for moe.compute.fused_wgrad_micro_batches. Default: one,
     since small parts make slow products. Summation order."""
     transfer_sms: Annotated[int, Meta(ge=2, le=64)] = 24
-    """deep_ep: multiprocessors that its transfers run on, an even number. Default: its fastest on
-    H200, 0.48 ms a dispatch against 0.63 with 20. Bitwise."""
+    """deep_ep: multiprocessors that its transfers run on, an even number; mega_moe: that pull rows
+    while the others multiply. Default: deep_ep's fastest on H200, 0.48 ms a dispatch against 0.63
+    with 20. Bitwise."""
+    capacity_factor: Annotated[float, Meta(ge=1.0)] | None = None
+    """mega_moe: most rows that a rank may get, over its fair share; where routing asks for more,
+    all ranks end with the numbers. Default: it takes what comes. Bitwise."""
 
 
 class ExpertCompute(Section, frozen=True):

@@ -55,7 +55,6 @@ class _NotBuilt:
 
 _NOT_BUILT = (
     _NotBuilt("optim.type", ("adamw", "sign_sgd"), 'use "adamw" or "sign_sgd"'),
-    _NotBuilt("moe.dispatch.type", ("torch", "deep_ep"), 'use "torch" or "deep_ep"'),
     _NotBuilt("kernels.engram", ("reference",), 'use "reference"'),
 )
 
@@ -389,6 +388,59 @@ def _expert_compute(config: Config) -> Iterator[Broken]:
         )
 
 
+def _mega_moe(config: Config) -> Iterator[Broken]:
+    key, dispatch, dims = "moe.dispatch.type", config.moe.dispatch, config.model.dims
+    if dispatch.type != "mega_moe":
+        if dispatch.capacity_factor is not None and config.parallel.ep > 1:
+            yield (
+                "moe.dispatch.capacity_factor",
+                f"moe.dispatch.capacity_factor = {dispatch.capacity_factor:g} has no effect on "
+                f'{key} = {show(dispatch.type)}; leave it out or use "mega_moe"',
+            )
+        return
+    for other, value in (("train.precision", "fp32"), ("run.device", "cpu")):
+        if reduce(getattr, other.split("."), cast(Any, config)) == value:
+            yield (
+                key,
+                f'{key} = "mega_moe" does not run with {other} = {show(value)}; use "torch", which '
+                "runs everywhere",
+            )
+    if dims.hidden_size % _FP8_BLOCK or dims.expert_width % _FP8_BLOCK:
+        yield (
+            key,
+            f'{key} = "mega_moe" needs widths that are multiples of {_FP8_BLOCK}; '
+            f"model.hidden_size is {dims.hidden_size}, model.expert_width {dims.expert_width}; use "
+            '"torch"',
+        )
+    backend = config.moe.compute.backend
+    if backend == "deep_gemm":
+        yield (
+            "moe.compute.backend",
+            f'moe.compute.backend = "deep_gemm" cannot wait for rows that {key} = "mega_moe" '
+            'brings while it multiplies; use "triton", or "torch" for bf16',
+        )
+    for name in ("fp8", "fp8_grad"):
+        if backend == "torch" and getattr(dispatch, name):
+            yield (
+                f"moe.dispatch.{name}",
+                f'moe.dispatch.{name} = true: {key} = "mega_moe" sends what its experts multiply, '
+                'and moe.compute.backend = "torch" is bf16; leave it out or use "triton"',
+            )
+    if dispatch.token_chunks != 1:
+        yield (
+            "moe.dispatch.token_chunks",
+            f"moe.dispatch.token_chunks = {dispatch.token_chunks} has no effect on {key} = "
+            '"mega_moe", which multiplies rows block by block as they come; leave it out',
+        )
+    gemm_sms = config.pp.gemm_sms
+    if gemm_sms is not None and dispatch.transfer_sms >= gemm_sms:
+        yield (
+            "moe.dispatch.transfer_sms",
+            f"moe.dispatch.transfer_sms = {dispatch.transfer_sms} leaves none of pp.gemm_sms = "
+            f"{gemm_sms} for the products that run beside it; use fewer",
+        )
+
+
 def _expert_stages(config: Config) -> Iterator[Broken]:
     compute, num_stages = config.moe.compute, config.pp.num_stages
     fused = compute.fused_wgrad_micro_batches
@@ -617,6 +669,7 @@ _RULES: tuple[Rule, ...] = (
     _experts,
     _dispatch,
     _expert_compute,
+    _mega_moe,
     _expert_stages,
     _freed_experts,
     _transport,

@@ -24,6 +24,10 @@ def open_dispatcher(config: Config, ranks: Ranks, *, timeout_seconds: float) -> 
     """
     if (reason := unavailable_reason(config, ranks.device)) is not None:
         raise ConfigError(reason)
+    if config.moe.dispatch.type == "mega_moe":
+        from ppruntime.expert_arena import open_mega_moe  # needs Triton
+
+        return open_mega_moe(config, ranks, timeout_seconds=timeout_seconds)
     if ranks.layout.ep == 1:
         return AllHere()
     group = open_expert_group(ranks, timeout_seconds=timeout_seconds)
@@ -58,4 +62,21 @@ def unavailable_reason(config: Config, device: torch.device) -> str | None:
                 f"moe.dispatch.{name} = true rounds rows as the FP8 experts do and needs the "
                 "package triton, which is not installed; leave it out"
             )
+    if options.type == "mega_moe":
+        return _mega_moe_reason(device)
     return deep_ep.unavailable_reason(device) if options.type == "deep_ep" else None
+
+
+def _mega_moe_reason(device: torch.device) -> str | None:
+    asked = 'moe.dispatch.type = "mega_moe"'
+    remedy = 'use "torch", which runs everywhere'
+    if device.type != "cuda":
+        return (
+            f"{asked}: ranks read and write each other's GPU memory, and this rank runs on "
+            f"{device.type}; {remedy}"
+        )
+    if find_spec("triton") is None:
+        return f"{asked} needs the package triton, which is not installed; {remedy}"
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return f"{asked} needs a Hopper GPU (sm_90) or newer; {remedy}"
+    return None

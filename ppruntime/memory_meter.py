@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from ppruntime.ledger import MeasuredMemory
 from ppruntime.messages import gather_bytes
+from ppruntime.models.dispatch import Checked
 from ppruntime.trainer import Trainer
 
 
@@ -30,6 +31,10 @@ class MemoryMeter:
         if self._device is not None:
             stats = torch.cuda.memory_stats(self._device)
             peak, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+            dispatcher = self._trainer.pipeline.dispatcher
+            if isinstance(dispatcher, Checked):
+                peak += dispatcher.outside_bytes
+                reserved += dispatcher.outside_bytes
         moments = {
             name: tensor
             for name, tensor in self._trainer.state_tensors().items()

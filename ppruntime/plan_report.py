@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ppruntime.config_keys import Config, RecomputeMode
+from ppruntime.expert_arena_bytes import arena_bytes
 from ppruntime.master_moments import master_moments
 from ppruntime.memory import (
     activation_bytes,
@@ -93,6 +94,7 @@ class RankReport:
     recompute_bytes: int
     """The largest of its stages': one backward runs at a time."""
     slot_bytes: int
+    """Its stages', and the arena of dispatcher mega_moe, which serves all of them."""
     total_bytes: int
     host_bytes: int
     """Pinned host memory for what is offloaded; no part of the total."""
@@ -301,7 +303,7 @@ def _rank(
     optimizer += held.masters - sum(masters.values())
     activations = held.activations
     recompute = max(s.recompute_bytes for s in stages)
-    slots = sum(s.slot_bytes for s in stages)
+    slots = sum(s.slot_bytes for s in stages) + arena_bytes(config)
     return RankReport(
         rank=plan[0].rank,
         stages=tuple(s.stage for s in stages),

@@ -449,6 +449,51 @@ RULES = [
         "parallel.ep=2 moe.dispatch.type=deep_ep moe.dispatch.transfer_sms=21",
         "moe.dispatch.transfer_sms = 21 is odd, half of them send and half receive; use 20",
     ),
+    (
+        "model.hidden_size=128 model.expert_width=128 moe.dispatch.type=mega_moe run.device=cpu",
+        'moe.dispatch.type = "mega_moe" does not run with run.device = "cpu"; use "torch", which '
+        "runs everywhere",
+    ),
+    (
+        "moe.dispatch.type=mega_moe train.precision=fp32 model.hidden_size=128 "
+        "model.expert_width=128",
+        'moe.dispatch.type = "mega_moe" does not run with train.precision = "fp32"; use "torch", '
+        "which runs everywhere",
+    ),
+    (
+        "moe.dispatch.type=mega_moe model.hidden_size=64",
+        'moe.dispatch.type = "mega_moe" needs widths that are multiples of 128; model.hidden_size '
+        'is 64, model.expert_width 48; use "torch"',
+    ),
+    (
+        "moe.dispatch.type=mega_moe moe.compute.backend=deep_gemm model.hidden_size=128 "
+        "model.expert_width=128",
+        'moe.compute.backend = "deep_gemm" cannot wait for rows that moe.dispatch.type = '
+        '"mega_moe" brings while it multiplies; use "triton", or "torch" for bf16',
+    ),
+    (
+        "moe.dispatch.type=mega_moe moe.dispatch.fp8_grad=true model.hidden_size=128 "
+        "model.expert_width=128",
+        'moe.dispatch.fp8_grad = true: moe.dispatch.type = "mega_moe" sends what its experts '
+        'multiply, and moe.compute.backend = "torch" is bf16; leave it out or use "triton"',
+    ),
+    (
+        "moe.dispatch.type=mega_moe moe.dispatch.token_chunks=2 model.hidden_size=128 "
+        "model.expert_width=128",
+        'moe.dispatch.token_chunks = 2 has no effect on moe.dispatch.type = "mega_moe", which '
+        "multiplies rows block by block as they come; leave it out",
+    ),
+    (
+        "moe.dispatch.type=mega_moe moe.dispatch.transfer_sms=24 pp.gemm_sms=20 "
+        "model.hidden_size=128 model.expert_width=128",
+        "moe.dispatch.transfer_sms = 24 leaves none of pp.gemm_sms = 20 for the products that run "
+        "beside it; use fewer",
+    ),
+    (
+        "parallel.ep=2 moe.dispatch.capacity_factor=1.25",
+        'moe.dispatch.capacity_factor = 1.25 has no effect on moe.dispatch.type = "torch"; leave '
+        'it out or use "mega_moe"',
+    ),
     ('run.dir=""', 'run.dir = "" is not a path; it is empty or has unprintable characters'),
     ("model.num_heads=3", "model: o_groups 2 does not divide num_heads 3"),
     (
@@ -479,7 +524,6 @@ def _split(overrides):
 
 UNBUILT = [
     ("optim.type=muon", '"muon"', 'use "adamw" or "sign_sgd"'),
-    ("moe.dispatch.type=mega_moe", '"mega_moe"', 'use "torch" or "deep_ep"'),
 ]
 
 
