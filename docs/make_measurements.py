@@ -235,7 +235,9 @@ def layers(record: dict[str, Any]) -> str:
 
 
 def moe(record: dict[str, Any]) -> str:
-    """Experts: per phase the fastest variant of each backend, balanced routing."""
+    """Experts: per phase the fastest variant of each backend, balanced routing; or over ranks."""
+    if "ranks" in record:
+        return _moe_over_ranks(record)
     backends = ("triton", "deep_gemm", "bf16 torch")
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in record["rows"]:
@@ -261,6 +263,37 @@ def moe(record: dict[str, Any]) -> str:
         " numeric checks passed."
     )
     return f"## FP8 experts\n\n{note}\n\n{_table(head, rows)}"
+
+
+def _moe_over_ranks(record: dict[str, Any]) -> str:
+    """Whole layers by variant, per micro-batch; and transfers by themselves."""
+    layers: dict[str, dict[str, float]] = {}
+    for row in record["rows"]:
+        if row["shape"] == "layer":
+            variant, _, rest = row["variant"].rpartition(" (")
+            num = int(rest.split()[0])
+            layers.setdefault(variant, {})[row["phase"]] = row["median_ms"] / num
+    base = next(iter(layers.values()))
+    rows = (
+        (name, *(cell for phase in ("forward", "fwd + bwd") for cell in (
+            f"{found[phase]:.2f}", f"{base[phase] / found[phase]:.2f}")))
+        for name, found in layers.items()
+    )  # fmt: skip
+    transfers = (
+        (r["variant"], r["phase"], f"{r['median_ms']:.2f}", f"{r['num_bytes'] / 1e6:.0f}",
+         f"{r['gb_per_second']:.0f}")
+        for r in record["rows"] if r["shape"] == "transfer"
+    )  # fmt: skip
+    checks = record["checks"]
+    note = (
+        f"One routed layer over {record['ranks']} GPUs, {record['experts']} experts,"
+        f" {record['tokens_per_rank']:,} tokens each; per micro-batch, the slowest rank; ratios to"
+        f" the first row. {sum(c['passed'] for c in checks)} of {len(checks)} numeric checks"
+        " passed. deep_ep sends a token once per rank, torch once per expert."
+    )
+    head = ("variant", "forward, ms", "ratio", "forward + backward, ms", "ratio")
+    ways = _table(("rows", "phase", "ms", "MB one way", "GB/s"), transfers)
+    return f"## Experts over GPUs\n\n{note}\n\n{_table(head, rows)}\n{ways}"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

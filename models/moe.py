@@ -59,7 +59,7 @@ class MoE(nn.Module):
         super().__init__()
         self.dims, self.options = dims, options
         self.router = Router(dims, by_token_id=by_token_id, device=device, dtype=dtype)
-        self.experts = _experts(dims, options, device=device, dtype=dtype)
+        self.experts = routed_experts(dims, options, device=device, dtype=dtype)
         self.shared = SharedExpert(dims, device=device, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, ids_BT: Tensor) -> MoEOutput:
@@ -84,13 +84,14 @@ class MoE(nn.Module):
         return weight * sequence_balance_loss(routing.scores_NE, counts_BE, per_token)
 
 
-def _experts(
+def routed_experts(
     dims: ModelDims,
     options: MoEOptions,
     *,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> AnyExperts:
+    """A layer's routed experts as the options say, those that the dispatcher has here."""
     held = options.dispatcher.held(dims.num_experts)
     if options.fp8 is None:
         return Experts(dims, held=held, device=device, dtype=dtype)

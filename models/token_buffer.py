@@ -53,10 +53,6 @@ class TokenBuffer(Protocol):
     the order of calls. Raises an error that names group and exchange if a rank does not come."""
 
     @property
-    def name(self) -> str:
-        """What ops are given for it."""
-
-    @property
     def rank(self) -> int: ...
 
     @property
@@ -85,10 +81,6 @@ class ExchangeBuffer:
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
-
-    @property
-    def name(self) -> str:
-        return self.exchange.name
 
     @property
     def rank(self) -> int:

@@ -35,9 +35,9 @@ from ppruntime.models.router import Routing
 from ppruntime.models.token_buffer import Arrived, Pending, TokenBuffer
 from ppruntime.models.token_experts import InComputeDtype, TokenExperts
 
-_DISPATCHERS: dict[str, TokenDispatcher] = {}
+_DISPATCHERS: WeakValueDictionary[int, TokenDispatcher] = WeakValueDictionary()
 _EXPERTS: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
-"""Ops take names, not objects."""
+"""By `id`: ops take numbers, not objects."""
 
 
 class TokenDispatcher:
@@ -45,7 +45,7 @@ class TokenDispatcher:
 
     def __init__(self, buffer: TokenBuffer, wire: WireOptions, *, num_chunks: int = 1) -> None:
         self.buffer, self.wire, self.num_chunks = buffer, wire, num_chunks
-        _DISPATCHERS[buffer.name] = self
+        _DISPATCHERS[id(self)] = self
 
     def held(self, num_experts: int) -> range:
         share = num_experts // self.buffer.num_ranks
@@ -183,7 +183,7 @@ class _Kept(NamedTuple):
 
 @torch.library.custom_op("ppruntime::expert_tokens", mutates_args=())
 def _forward_op(
-    x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, num: int, dispatcher: str, experts: int
+    x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, num: int, dispatcher: int, experts: int
 ) -> list[Tensor]:
     """All that `TokenDispatcher.forward` gives. One op, so that selective checkpointing can keep
     its outputs."""
@@ -208,7 +208,7 @@ class _Routed(torch.autograd.Function):
         experts: AnyExperts,
     ) -> Tensor:
         y_ND, *outputs = torch.ops.ppruntime.expert_tokens(
-            x_ND, experts_NK, weights_NK, num, dispatcher.buffer.name, id(experts)
+            x_ND, experts_NK, weights_NK, num, id(dispatcher), id(experts)
         )
         ctx.save_for_backward(*outputs)
         ctx.dispatcher, ctx.experts = dispatcher, experts

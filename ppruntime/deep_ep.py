@@ -79,10 +79,6 @@ class DeepEpBuffer:
         self._buffer = self._type(group, num_nvl_bytes=num_bytes)
 
     @property
-    def name(self) -> str:
-        return ",".join(map(str, self._ranks))
-
-    @property
     def rank(self) -> int:
         rank: int = self._buffer.rank
         return rank

@@ -202,6 +202,30 @@ def test_unbalanced_runs_finish_lose_no_token_and_say_how_bad_it_is(
         assert result.loss == pytest.approx(other.loss, rel=1e-5)
 
 
+# --- rows on their way ----------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_weight_gradients_after_the_combine_change_no_step_and_fp8_rows_change_all_a_little(
+    tmp_path, run_ranks
+):
+    wide = (*COMMON, *TWO_LAYERS, *EP2, "model.hidden_size=128", "ac.mode=full")
+    runs = {
+        "plain": (),
+        "after": ("moe.dispatch.weight_grads_after_combine=true",),
+        "FP8": ("moe.dispatch.fp8=true", "moe.dispatch.fp8_grad=true"),
+    }
+    for name, more in runs.items():
+        told = run_ranks(2, train, str(tmp_path / name), (*wide, *more))
+        assert [code for code, _, _ in told] == [0, 0], told
+    path = {name: tmp_path / name / "metrics.jsonl" for name in runs}
+    assert compare_metrics(path["after"], path["plain"]).equal
+    for step, other in zip(read_metrics(path["FP8"]), read_metrics(path["plain"]), strict=True):
+        assert step.loss == pytest.approx(other.loss, rel=1e-2)
+        assert step.grad_norm == pytest.approx(other.grad_norm, rel=0.05)
+        assert step.grad_norm != other.grad_norm
+
+
 # --- faults ---------------------------------------------------------------------------------------
 
 LIMIT_SECONDS = 14

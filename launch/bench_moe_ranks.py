@@ -1,0 +1,339 @@
+"""Whole routed layers over the GPUs of a host: `ppruntime bench moe --ranks 2 --out FILE`.
+
+Every variant is what a run with its keys would do: a way to the experts and back, and who
+multiplies. All compute the same layer, 48 experts a GPU and 8,192 tokens each at V4.1-Flash's
+widths: at 2 GPUs the products of one of 8. Times are those of the slowest rank, variants in turn;
+outputs and gradients are compared with the first variant's. A variant that cannot run is noted with
+its reason. Further arguments are config overrides for all, such as `model.hidden_size=1280`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ppruntime.config import Config, ConfigError, load
+from ppruntime.expert_dispatch import open_dispatcher
+from ppruntime.expert_options import choose_experts, moe_options
+from ppruntime.gemm_budget import limit_gemms
+from ppruntime.launch.bench_moe_record import Recorder, Row, distance
+from ppruntime.models.all_to_all import AllToAll
+from ppruntime.models.dispatch import AnyExperts, Dispatcher
+from ppruntime.models.expert_rows import expert_layout
+from ppruntime.models.fp8_wire import packed, to_wire
+from ppruntime.models.moe import MoEOptions, routed_experts
+from ppruntime.models.router import Routing, balanced_experts
+from ppruntime.models.token_buffer import Arrived
+from ppruntime.models.token_dispatch import TokenDispatcher
+from ppruntime.models.weight_copies import WeightVersion, set_weight_version
+from ppruntime.ranks import Layout, Ranks, join, leave, started_world
+
+_BASE = Path(__file__).parent / "configs" / "v41-proxy-8.toml"
+_EXPERTS_PER_RANK = 48
+_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to run the layer."""
+
+    name: str
+    overrides: tuple[str, ...]
+    micro_batches: int = 1
+    """Forwards and backwards of one timed run: as many as are fused."""
+
+
+def variants(num_sms: int) -> Iterator[Variant]:
+    """The yardstick first, then each way with each backend, then deep_ep's chunks and budgets."""
+    torch_way, deep_ep = "moe.dispatch.type=torch", "moe.dispatch.type=deep_ep"
+    fp8, fp8_grad = "moe.dispatch.fp8=true", "moe.dispatch.fp8_grad=true"
+    late = "moe.dispatch.weight_grads_after_combine=true"
+    two = "moe.compute.fused_wgrad_micro_batches=2"
+    yield Variant("bf16 grouped + all-to-all", (torch_way, "moe.compute.backend=torch"))
+    yield Variant("bf16 grouped + deep_ep", (deep_ep, "moe.compute.backend=torch"))
+    for backend in ("triton", "deep_gemm"):
+        multiply = f"moe.compute.backend={backend}"
+        yield Variant(f"{backend} + all-to-all", (torch_way, multiply))
+        yield Variant(f"{backend} + all-to-all, FP8 rows", (torch_way, multiply, fp8))
+        yield Variant(f"{backend} + deep_ep", (deep_ep, multiply))
+        yield Variant(f"{backend} + deep_ep, FP8 rows", (deep_ep, multiply, fp8))
+        yield Variant(f"{backend} + deep_ep, FP8 rows, n=2", (deep_ep, multiply, fp8, two), 2)
+        yield Variant(
+            f"{backend} + deep_ep, FP8 rows and gradients, weight gradients last, n=2",
+            (deep_ep, multiply, fp8, fp8_grad, late, two),
+            2,
+        )
+        for chunks in (2, 4):
+            parts = f"moe.dispatch.token_chunks={chunks}"
+            fused = f"moe.compute.fused_wgrad_micro_batches={chunks}"
+            for left in (0, 24):
+                budget = (f"pp.gemm_sms={num_sms - left}",) if left else ()
+                yield Variant(
+                    f"{backend} + deep_ep, FP8 rows, {chunks} chunks, GEMMs on {num_sms - left}",
+                    (deep_ep, multiply, fp8, late, parts, fused, *budget),
+                )
+        yield Variant(f"{backend}, mega_moe", ("moe.dispatch.type=mega_moe", multiply))
+    yield Variant("bf16, mega_moe", ("moe.dispatch.type=mega_moe", "moe.compute.backend=torch"))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A variant, ready to run."""
+
+    variant: Variant
+    config: Config
+    dispatcher: Dispatcher
+    experts: AnyExperts
+    device: torch.device
+
+    def forward(self, x_ND: Tensor, routing: Routing, counts_E: Tensor) -> Tensor:
+        """The routed experts' weighted sum."""
+        limit_gemms(self.config.pp.gemm_sms, self.device)
+        return self.dispatcher.routed(self.experts, x_ND, routing, counts_E)
+
+
+class Bench(Recorder):
+    """The run on one rank. All ranks do the same; rank 0 writes."""
+
+    def __init__(self, repetitions: int, ranks: Ranks, overrides: Sequence[str]) -> None:
+        super().__init__(repetitions, speaks=ranks.rank == 0)
+        self.ranks, self.overrides = ranks, tuple(overrides)
+        self.cuda = ranks.device.type == "cuda"
+        self.config = self._config(())
+        self.dims = self.config.model.dims
+        torch.manual_seed(1 + ranks.rank)
+        num_tokens, per_token = self.config.train.seq_len, self.dims.experts_per_token
+        self.dtype = torch.bfloat16
+        size = (num_tokens, self.dims.hidden_size)
+        self.x = torch.randn(size, device=ranks.device, dtype=self.dtype, requires_grad=True)
+        self.grad = torch.randn(size, device=ranks.device)
+        world = ranks.layout.ep
+        spread = balanced_experts(
+            world * num_tokens, self.dims.num_experts, per_token, device=ranks.device
+        )
+        mine = spread[ranks.rank * num_tokens :][:num_tokens].contiguous()
+        weights = torch.rand(num_tokens, per_token, device=ranks.device) + 0.1
+        weights.requires_grad_()
+        self.routing = Routing(mine, weights, weights)
+        self.counts_E = torch.bincount(mine.flatten(), minlength=self.dims.num_experts)
+        held = self.dims.num_experts // world
+        width, hidden = self.dims.expert_width, self.dims.hidden_size
+        self.gate_up, self.down = (
+            nn.Parameter(torch.empty(shape, device=ranks.device, dtype=self.dtype).normal_(0, 0.02))
+            for shape in ((held, 2 * width, hidden), (held, hidden, width))
+        )
+        for weight in (self.gate_up, self.down):  # one accumulator for all variants
+            weight.grad_dtype = torch.float32
+            weight.grad = torch.zeros_like(weight, dtype=torch.float32)
+        self.first: list[Tensor] | None = None
+
+    def _config(self, overrides: Sequence[str]) -> Config:
+        world = self.ranks.layout.ep
+        base = (
+            *("pp.size=1", f"parallel.ep={world}", "model.name=v41-flash", "ac.mode=none"),
+            f"model.num_experts={_EXPERTS_PER_RANK * world}",
+        )
+        return load([_BASE], [*base, *self.overrides, *overrides])
+
+    def layer(self, variant: Variant) -> Layer | None:
+        """None, with a note, if it cannot run here. A collective."""
+        try:
+            config = self._config(variant.overrides)
+            choice = choose_experts(config)
+            dispatcher = open_dispatcher(config, self.ranks, timeout_seconds=_SECONDS)
+        except (ConfigError, ValueError) as error:
+            self.notes.append(f"{variant.name}: {error}")
+            return None
+        options: MoEOptions = moe_options(config, 0, choice, dispatcher)
+        experts = routed_experts(self.dims, options, device="meta")
+        experts.gate_up.weight, experts.down.weight = self.gate_up, self.down
+        set_weight_version(experts, WeightVersion())
+        return Layer(variant, config, dispatcher, experts, self.ranks.device)
+
+    def run(self) -> None:
+        """Checks every variant against the first, then times all in turn."""
+        num_sms = 132
+        if self.cuda:
+            num_sms = torch.cuda.get_device_properties(self.ranks.device).multi_processor_count
+        layers = [found for v in variants(num_sms) if (found := self.layer(v)) is not None]
+        for layer in layers:
+            self._compare(layer)
+        self._transfers(layers)
+        rows = self.x.shape[0] * self.dims.experts_per_token
+        flops = 6.0 * rows * self.dims.hidden_size * self.dims.expert_width
+        self._time("forward", layers, self._forward, flops)
+        self._time("fwd + bwd", layers, self._both, 3 * flops)
+
+    def _forward(self, layer: Layer) -> None:
+        with torch.no_grad():
+            for _ in range(layer.variant.micro_batches):
+                layer.forward(self.x, self.routing, self.counts_E)
+
+    def _both(self, layer: Layer) -> None:
+        for _ in range(layer.variant.micro_batches):
+            y = layer.forward(self.x, self.routing, self.counts_E)
+            torch.autograd.backward(y, self.grad)
+
+    def _compare(self, layer: Layer) -> None:
+        """Outputs and gradients against those of the first variant, on this rank's tokens."""
+        for tensor in (self.x, self.routing.weights_NK):
+            tensor.grad = None
+        grads = [self.gate_up.grad, self.down.grad]
+        for grad in grads:
+            assert grad is not None
+            grad.zero_()
+        for _ in range(layer.variant.micro_batches):
+            y = layer.forward(self.x, self.routing, self.counts_E)
+            torch.autograd.backward(y, self.grad)
+        found = [y.detach(), self.x.grad, self.routing.weights_NK.grad, *grads]
+        copies = [t.detach().clone() / (1 if i == 0 else layer.variant.micro_batches)
+                  for i, t in enumerate(found) if t is not None]  # fmt: skip
+        if self.first is None:
+            self.first = copies
+        fp8 = layer.config.moe.compute.backend != "torch"
+        bound = 0.09 if fp8 or layer.config.moe.dispatch.fp8 else 6e-3
+        for name, one, other in zip(
+            ("y", "dx", "dp", "dW13", "dW2"), copies, self.first, strict=True
+        ):
+            self.check(f"{layer.variant.name}: {name}", self._most(distance(one, other)), bound)
+
+    def _transfers(self, layers: Sequence[Layer]) -> None:
+        """Tokens there and results back by themselves, once per way and kind of row, with bytes
+        really sent one way to other ranks: per token and rank, or per token and expert."""
+        done: set[tuple[str, bool]] = set()
+        for layer in layers:
+            options = layer.config.moe.dispatch
+            if (options.type, options.fp8) in done or options.type == "mega_moe":
+                continue
+            done.add((options.type, options.fp8))
+            kind = "FP8 rows" if options.fp8 else "bf16 rows"
+            for phase, num_bytes, run in self._sends(layer):
+                row = Row("transfer", phase, f"{options.type}, {kind}", 0.0, num_bytes)
+                for repetition in range(-2, self.repetitions):
+                    slowest = self._most(self._milliseconds(run))
+                    if repetition >= 0:
+                        row.milliseconds.append(slowest)
+                if self.speaks:
+                    print(row, flush=True)
+                self.rows.append(row)
+
+    def _sends(self, layer: Layer) -> Iterator[tuple[str, float, Callable[[], object]]]:
+        """Phase, bytes and what is run. A message's bytes per row are those of FP8 and scales, or
+        of bf16; results come back in bf16."""
+        dispatcher, x, experts_NK = layer.dispatcher, self.x.detach(), self.routing.experts_NK
+        fp8, width = layer.config.moe.dispatch.fp8, x.shape[1]
+        row_bytes = packed(to_wire(x[:1])).shape[1] if fp8 else 2 * width
+        if isinstance(dispatcher, AllToAll):
+            layout, routes = expert_layout(experts_NK), dispatcher.routes(self.counts_E)
+            there = x[layout.token_R]
+            message = packed(to_wire(there)) if fp8 else there
+            name, ops, own = dispatcher.exchange.name, torch.ops.ppruntime, dispatcher.exchange.rank
+            send, receive = routes.send, routes.receive
+            back = there.new_empty(sum(receive), width)
+            yield (
+                "dispatch",
+                float((sum(send) - send[own]) * row_bytes),
+                partial(ops.expert_dispatch, message, send, receive, name),
+            )
+            yield (
+                "combine",
+                2.0 * (sum(receive) - receive[own]) * width,
+                partial(ops.expert_combine, back, receive, send, name),
+            )
+        elif isinstance(dispatcher, TokenDispatcher):
+            buffer, weights_NK = dispatcher.buffer, self.routing.weights_NK.detach()
+            rows = to_wire(x) if fp8 else x
+
+            def dispatch() -> Arrived:
+                num = self.dims.num_experts
+                return buffer.dispatch(rows, experts_NK, weights_NK, num, after=buffer.now())()
+
+            arrived = dispatch()
+            y = x.new_zeros(len(arrived.expert_SK), width)
+
+            def combine() -> object:
+                return buffer.combine(y, arrived.handle, None, after=buffer.now())()
+
+            owner_NK = experts_NK // len(dispatcher.held(self.dims.num_experts))
+            others = (rank for rank in range(buffer.num_ranks) if rank != buffer.rank)
+            away = sum(int((owner_NK == rank).any(1).sum()) for rank in others)
+            yield "dispatch", float(away * row_bytes), dispatch
+            yield "combine", 2.0 * away * width, combine
+
+    def _time(
+        self, phase: str, layers: Sequence[Layer], run: Callable[[Layer], None], flops: float
+    ) -> None:
+        """In turn, again and again; of each run the slowest rank's time."""
+        rows = [
+            Row("layer", phase, f"{v.name} ({v.micro_batches} micro-batches)",
+                flops * v.micro_batches, 0.0)
+            for v in (layer.variant for layer in layers)
+        ]  # fmt: skip
+        for repetition in range(-2, self.repetitions):
+            for row, layer in zip(rows, layers, strict=True):
+                slowest = self._most(self._milliseconds(partial(run, layer)))
+                if repetition >= 0:
+                    row.milliseconds.append(slowest)
+        if self.speaks:
+            for row in rows:
+                print(row, flush=True)
+        self.rows += rows
+
+    def _milliseconds(self, run: Callable[[], object]) -> float:
+        if not self.cuda:
+            begin = time.perf_counter()
+            run()
+            return 1e3 * (time.perf_counter() - begin)
+        dist.barrier()  # all begin together
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        first.record()
+        run()
+        last.record()
+        torch.cuda.synchronize()
+        return float(first.elapsed_time(last))
+
+    def _most(self, value: float) -> float:
+        """The largest of all ranks' values."""
+        most = torch.tensor(value, device=self.ranks.device, dtype=torch.float64)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return float(most)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """One rank's part; see `bench_moe`."""
+    parser = argparse.ArgumentParser(description="Whole routed layers over several GPUs")
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--repetitions", type=int, default=10)
+    parsed, overrides = parser.parse_known_args(arguments)
+    layout = Layout(1, 1, started_world())
+    ranks = join(layout, use_cuda=torch.cuda.is_available(), timeout_seconds=_SECONDS)
+    begin = time.monotonic()
+    bench = Bench(parsed.repetitions, ranks, overrides)
+    try:
+        bench.run()
+    finally:
+        if ranks.rank == 0:
+            sizes: dict[str, Any] = {
+                "ranks": layout.ep,
+                "experts": bench.dims.num_experts,
+                "tokens_per_rank": bench.x.shape[0],
+            }
+            bench.write(parsed.out, time.monotonic() - begin, **sizes)
+    failed = bool(bench.failed_checks)
+    leave()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Rows, checks and the JSON of the MoE benches."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(slots=True)
+class Row:
+    """One timed thing: every repetition in milliseconds, and the work it did."""
+
+    shape: str
+    phase: str
+    variant: str
+    flops: float
+    num_bytes: float
+    milliseconds: list[float] = field(default_factory=list)
+
+    def record(self) -> dict[str, object]:
+        median = statistics.median(self.milliseconds)
+        return {
+            **asdict(self),
+            "median_ms": median,
+            "lowest_ms": min(self.milliseconds),
+            "tflops": self.flops / median / 1e9,
+            "gb_per_second": self.num_bytes / median / 1e6,
+        }
+
+    def __str__(self) -> str:
+        median = statistics.median(self.milliseconds)
+        rates = f"{self.flops / median / 1e9:7.0f} TFLOP/s" if self.flops else " " * 15
+        if self.num_bytes:
+            rates += f" {self.num_bytes / median / 1e6:6.0f} GB/s"
+        return (
+            f"{self.shape:8} {self.phase:14} {self.variant:34} {median:8.3f} ms"
+            f" (from {min(self.milliseconds):7.3f}) {rates}"
+        )
+
+
+class Recorder:
+    """Times variants in turn, notes what is checked, and writes both."""
+
+    def __init__(self, repetitions: int, *, speaks: bool = True) -> None:
+        self.repetitions, self.speaks = repetitions, speaks
+        self.rows: list[Row] = []
+        self.checks: list[dict[str, object]] = []
+        self.failed_checks: list[str] = []
+        self.notes: list[str] = []
+
+    def time(
+        self,
+        shape: str,
+        phase: str,
+        variants: dict[str, Callable[[], object]],
+        *,
+        flops: float = 0.0,
+        num_bytes: float = 0.0,
+        repetitions: int | None = None,
+    ) -> None:
+        """Times the variants in turn, again and again, by events on the current stream."""
+        import torch
+
+        rows = [Row(shape, phase, name, flops, num_bytes) for name in variants]
+        total = repetitions or self.repetitions
+        for repetition in range(-2, total):
+            events = []
+            for run in variants.values():
+                first, last = event(), event()
+                first.record()
+                run()
+                last.record()
+                events.append((first, last))
+            torch.cuda.synchronize()
+            for row, (first, last) in zip(rows, events, strict=True):
+                if repetition >= 0:
+                    row.milliseconds.append(first.elapsed_time(last))
+        for row in rows:
+            print(row, flush=True)
+        self.rows += rows
+
+    def check(self, name: str, value: float, bound: float) -> None:
+        """A number that has to stay below its bound."""
+        passed = value <= bound
+        self.checks.append({"check": name, "value": value, "bound": bound, "passed": passed})
+        if self.speaks:
+            verdict = "ok" if passed else "FAILED"
+            print(f"{verdict:6} {name}: {value:.3g} (bound {bound:g})", flush=True)
+        if not passed:
+            self.failed_checks.append(name)
+
+    def write(self, out: Path, seconds: float, **more: object) -> None:
+        """The record; `more` goes into it as well."""
+        import torch
+        import triton
+
+        record = {
+            "command": " ".join(sys.argv),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            "versions": {"torch": torch.__version__, "triton": triton.__version__},
+            "seconds": seconds,
+            **more,
+            "complete": bool(self.rows) and not sys.exc_info()[0],
+            "notes": self.notes,
+            "checks": self.checks,
+            "rows": [row.record() for row in self.rows],
+        }
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(record, indent=1) + "\n")
+        for note in self.notes:
+            print(note)
+        failed = self.failed_checks or "none"
+        print(f"{seconds:.0f} s; failed checks: {failed}; {out}", flush=True)
+
+
+def num_sms() -> int:
+    """Multiprocessors of the first GPU."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def event() -> Any:
+    """A CUDA event that times."""
+    import torch
+
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def distance(a: Any, b: Any) -> float:
+    """Relative distance of a from b, in fp64."""
+    return float((a.double() - b.double()).norm() / b.double().norm())

@@ -1,0 +1,156 @@
+"""What the bench of the experts' kernels runs and compiles before: tiles, shapes, routings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+HIDDEN, WIDTH, EXPERTS, PER_TOKEN, TOKENS = 5120, 2304, 48, 6, 8192
+WORKERS = 12
+FORWARD_TILES = ((64, 128, 4, 3, 16), (64, 128, 4, 4, 16), (128, 128, 8, 4, 8), (64, 128, 4, 3, 8))
+WEIGHT_GRAD_TILES = (
+    (64, 128, 4, 4, 16, True),
+    (64, 128, 4, 4, 72, True),
+    (64, 128, 4, 3, 8, True),
+    (128, 128, 8, 4, 8, True),
+)
+"""Rows, columns, warps, stages, row blocks of a group; whether the accumulator is prefetched."""
+
+
+def tiles_of(choices: Sequence[Any]) -> Iterator[Any]:
+    from ppruntime.models.kernels.grouped_gemm import Tile
+
+    for choice in choices:
+        yield Tile(*choice)
+
+
+def gemm_shapes() -> dict[str, tuple[int, int]]:
+    """Output and input width of each GEMM over the pool's rows."""
+    return {
+        "L1": (2 * WIDTH, HIDDEN),
+        "L2": (HIDDEN, WIDTH),
+        "dgrad L2": (WIDTH, HIDDEN),
+        "dgrad L1": (HIDDEN, 2 * WIDTH),
+    }
+
+
+def weight_shapes() -> dict[str, tuple[int, int]]:
+    return {"wgrad W13": (2 * WIDTH, HIDDEN), "wgrad W2": (HIDDEN, WIDTH)}
+
+
+def compile_share(worker: int) -> int:
+    """Runs this worker's share of the kernels once, so that they lie in the caches on disk."""
+    import torch
+
+    from ppruntime.models.kernels import deep_gemm, grouped_gemm, moe_layout
+    from ppruntime.models.kernels.expert_backends import ExpertBackend, unavailable_reason
+
+    experts = torch.arange(EXPERTS, device="cuda").view(-1, 1)
+    small = moe_layout.expert_layout(experts, EXPERTS)
+    multiply, add = grouped_gemm.grouped_gemm, grouped_gemm.grouped_weight_grad
+    tasks: list[Callable[[], object]] = [_run_layer]
+    if unavailable_reason(ExpertBackend.DEEP_GEMM) is None:
+        # It chooses its tiles by the number of rows: the real ones.
+        layout = moe_layout.expert_layout(routings()["balanced"][1], EXPERTS)
+        for shape in gemm_shapes().values():
+            tasks += [partial(_run_gemm, deep_gemm.grouped_gemm, shape, layout)]
+        for shape in weight_shapes().values():
+            run = partial(_run_weight_grad, deep_gemm.grouped_weight_grad, shape, layout)
+            tasks += [partial(run, 1), partial(run, 2)]
+    for shape in gemm_shapes().values():
+        for tile in tiles_of(FORWARD_TILES):
+            tasks += [partial(_run_gemm, partial(multiply, tile=tile), shape, small)]
+    for name, shape in weight_shapes().items():
+        for tile in tiles_of(WEIGHT_GRAD_TILES):
+            run = partial(_run_weight_grad, partial(add, tile=tile), shape, small)
+            tiles = (False, True) if name == "wgrad W13" else (True, False)
+            tasks += [partial(run, num) for num in (1, 2)]
+            tasks += [partial(run, num, tiles=tiles) for num in (1, 2)]
+    for task in tasks[worker::WORKERS]:
+        task()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    return 0
+
+
+def _run_gemm(function: Callable[..., object], shape: tuple[int, int], layout: Any) -> None:
+    import torch
+
+    from ppruntime.models.kernels.quantize import Quantized, pool_rows_like
+
+    outs, ins = shape
+    x = pool_rows_like(layout.pair_P, layout.num_rows, ins)
+    data = torch.zeros(EXPERTS, outs, ins, device="cuda", dtype=torch.uint8)
+    scale = torch.ones(EXPERTS, outs // 128, ins // 128, device="cuda")
+    function(x, Quantized(data.view(torch.float8_e4m3fn), scale), layout)
+
+
+def _run_weight_grad(
+    function: Callable[..., object],
+    shape: tuple[int, int],
+    layout: Any,
+    num: int,
+    tiles: tuple[bool, bool] = (False, False),
+) -> None:
+    import torch
+
+    from ppruntime.models.kernels.grouped_gemm import WeightGradOperands
+    from ppruntime.models.kernels.quantize import columns_like
+
+    left, right = (
+        columns_like(layout.pair_P, layout.num_rows, channels, tile_scales=tiled)
+        for channels, tiled in zip(shape, tiles, strict=True)
+    )
+    accumulator = torch.zeros(EXPERTS, *shape, device="cuda")
+    function(accumulator, [WeightGradOperands(left, right, layout)] * num)
+
+
+def _run_layer() -> None:
+    """Every other kernel, at the real widths and with few tokens."""
+    import torch
+    from msgspec.structs import replace
+
+    from ppruntime.models.dims import preset
+    from ppruntime.models.fp8_experts import Fp8Experts, Fp8Options
+
+    dims = replace(preset("v41-flash"), num_experts=EXPERTS)
+    for tiles in (False, True):
+        options = Fp8Options(wgrad_tile_scales=tiles, fp8_transposed_on_demand=tiles)
+        experts = Fp8Experts(dims, options, device="cuda", dtype=torch.bfloat16)
+        torch.nn.init.zeros_(experts.gate_up.weight)
+        torch.nn.init.zeros_(experts.down.weight)
+        for per_token in (PER_TOKEN, 1):
+            x = torch.zeros(64, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            routing = torch.arange(64 * per_token, device="cuda").view(64, per_token) % EXPERTS
+            weights = torch.ones(64, per_token, device="cuda", requires_grad=True)
+            experts(x, routing, weights).sum().backward()
+
+
+def routings() -> dict[str, tuple[int, Any]]:
+    """Per shape: rows of x, and their experts.
+
+    balanced   8,192 tokens, top 6 of 48: 1,024 rows per expert
+    ep8        what one of 8 ranks receives of 65,536 tokens that spread over 384 experts: 49,152
+               rows, each for one of its 48 experts, 1,024 per expert
+    random     8,192 tokens, 6 random ones of 48
+    """
+    import torch
+
+    from ppruntime.models.router import balanced_experts
+
+    pairs = torch.arange(TOKENS * PER_TOKEN, device="cuda")
+    spread = balanced_experts(8 * TOKENS, 8 * EXPERTS, PER_TOKEN, device="cuda").flatten()
+    received = spread[spread < EXPERTS].view(-1, 1)
+    generator = torch.Generator("cuda").manual_seed(0)
+    scores = torch.rand(TOKENS, EXPERTS, generator=generator, device="cuda")
+    return {
+        "balanced": (TOKENS, (pairs % EXPERTS).view(TOKENS, PER_TOKEN)),
+        "ep8": (len(received), received),
+        "random": (TOKENS, scores.argsort(-1)[:, :PER_TOKEN].contiguous()),
+    }
+
+
+def tile_text(tile: Any) -> str:
+    text = f"{tile.rows}x{tile.columns} w{tile.num_warps} s{tile.num_stages} g{tile.group}"
+    return f"{text} prefetch" if tile.prefetch else text

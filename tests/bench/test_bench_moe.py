@@ -1,0 +1,58 @@
+"""The bench of experts over ranks: its variants are configs that load, and it runs without GPUs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ppruntime.config import ConfigError, load
+from ppruntime.launch.bench_moe_ranks import _BASE, variants
+
+SMALL = (
+    "model.hidden_size=128",
+    "model.expert_width=128",
+    "model.num_experts=8",
+    "train.seq_len=32",
+)
+
+
+def test_every_variant_is_a_config_of_its_own_and_the_first_is_the_yardstick():
+    found = list(variants(132))
+    assert len({v.name for v in found}) == len(found)
+    assert found[0].name == "bf16 grouped + all-to-all"
+    assert {"deep_gemm + deep_ep, FP8 rows, n=2", "bf16 grouped + deep_ep"} <= {
+        v.name for v in found
+    }
+    base = ("pp.size=1", "parallel.ep=2", "model.name=v41-flash", "model.num_experts=96")
+    for variant in found:
+        if "mega_moe" in variant.name:
+            continue
+        try:
+            config = load([_BASE], [*base, *variant.overrides])
+        except ConfigError as error:
+            raise AssertionError(f"{variant.name}: {error}") from error
+        assert config.model.dims.num_experts == 96
+
+
+@pytest.mark.long
+def test_it_runs_on_two_processes_without_gpus_and_notes_what_it_leaves_out(tmp_path):
+    out = tmp_path / "moe.json"
+    command = [sys.executable, "-m", "ppruntime.launch.bench_moe", "--ranks", "2"]
+    run = subprocess.run(
+        [*command, "--repetitions", "1", "--out", str(out), *SMALL],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    record = json.loads(out.read_text())
+    assert record["complete"]
+    assert all(check["passed"] for check in record["checks"])
+    rows = {(row["phase"], row["variant"]): row for row in record["rows"]}
+    assert rows["fwd + bwd", "bf16 grouped + all-to-all (1 micro-batches)"]["median_ms"] > 0
+    assert rows["dispatch", "torch, bf16 rows"]["num_bytes"] > 0
+    assert any("deep_ep" in note for note in record["notes"])
