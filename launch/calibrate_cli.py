@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from ppruntime.launch.run_files import files_and_overrides
 from ppruntime.projector import ProjectionError
 
 if TYPE_CHECKING:
@@ -56,8 +57,7 @@ def calibrate(
     """
     from ppruntime.config import load
 
-    files = [argument for argument in arguments if "=" not in argument]
-    overrides = [argument for argument in arguments if "=" in argument]
+    files, overrides = files_and_overrides(arguments)
     config = load(files, overrides)
     if samples < 1 or (out is None) == (depths is None):
         raise ProjectionError(

@@ -13,6 +13,7 @@ from typing import Annotated, TypeAlias
 from cyclopts import App, CycloptsError, Parameter
 
 from ppruntime import __version__
+from ppruntime.launch.run_files import files_and_overrides
 
 app = App(
     name="ppruntime",
@@ -84,7 +85,7 @@ def train(*arguments: Argument) -> int:
     from ppruntime.config import load
     from ppruntime.launch import train as entry_point
 
-    config = load(*_files_and_overrides(arguments))
+    config = load(*files_and_overrides(arguments))
     if config.world_size == 1:
         return entry_point.main(arguments)
     started = "the run needs more than this one process; nothing was started"
@@ -148,7 +149,7 @@ def plan(
 
         print(run_check_text(check))
         return 0
-    config = load(*_files_and_overrides(arguments))
+    config = load(*files_and_overrides(arguments))
     if ledger:
         from ppruntime.ledger import ledger_text
 
@@ -180,7 +181,7 @@ def config(*arguments: Argument) -> int:
     """Prints the config that the files and overrides give, every key of it, as TOML."""
     from ppruntime.config import dumps, load
 
-    print(dumps(load(*_files_and_overrides(arguments))), end="")
+    print(dumps(load(*files_and_overrides(arguments))), end="")
     return 0
 
 
@@ -338,12 +339,6 @@ def _exit_code(error: ValueError) -> int | None:
     from ppruntime.token_file import DataError  # loads numpy, which config errors need not wait for
 
     return 16 if isinstance(error, DataError) else None
-
-
-def _files_and_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Arguments with an equals sign are overrides, the others files."""
-    files = [argument for argument in arguments if "=" not in argument]
-    return files, [argument for argument in arguments if "=" in argument]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from ppruntime.launch.run_files import files_and_overrides
 from ppruntime.projector import ProjectionError
 
 if TYPE_CHECKING:
@@ -71,8 +72,7 @@ def emulate(
     """
     from ppruntime.config import load
 
-    files = [argument for argument in arguments if "=" not in argument]
-    config = load(files, [argument for argument in arguments if "=" in argument])
+    config = load(*files_and_overrides(arguments))
     present = _stages(stages)
     if (costs is None) == (calibration is None):
         raise ProjectionError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppruntime.launch.plan_search import BENCHES
-from ppruntime.launch.project_cli import PLAN_OF_RECORD
+from ppruntime.launch.projected_job import PLAN_OF_RECORD
 from ppruntime.projector import Job, Origin
 from ppruntime.text_table import short
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -16,32 +16,20 @@ from ppruntime.launch.project_numbers import (
     cost_numbers,
     flag,
     goodput_numbers,
-    job_numbers,
-    job_of,
     pace_numbers,
     pipeline_numbers,
 )
+from ppruntime.launch.projected_job import Projected, asked_job
 from ppruntime.projector import Job, Number, Pace, ProjectionError, positive
 
 if TYPE_CHECKING:
     from ppruntime.config import Config
 
-PLAN_OF_RECORD = Path(__file__).parent / "configs" / "v41-flash-pp16.toml"
-"""The run whose batch, order and model count where no file is given."""
-
 _SHORT = Parameter(show_default=lambda value: f"{value:g}")
-
-Text: TypeAlias = Annotated[
-    str,
-    Parameter(
-        help="The run: TOML files, later ones on top, and section.key=value texts; without a file "
-        "the shipped v41-flash-pp16.toml. Its parallel.dp follows from --gpus."
-    ),
-]
 
 
 def project(
-    *arguments: Text,
+    *arguments: Projected,
     mfu: float | None = None,
     step_s: float | None = None,
     tokens_per_s: float | None = None,
@@ -127,7 +115,6 @@ def project(
     json
         Print one JSON object.
     """
-    from ppruntime.config import load
     from ppruntime.launch.project_report import json_text, text
 
     starts = {
@@ -140,38 +127,19 @@ def project(
         "efficiency": efficiency,
     }
     start = _the_start(starts)
-    files = [argument for argument in arguments if "=" not in argument] or [str(PLAN_OF_RECORD)]
-    overrides = [argument for argument in arguments if "=" in argument]
-    config = load(files, overrides)
     is_pipeline = start in ("calibration", "costs", "efficiency")
-    if gpus is not None:
-        if any(override.partition("=")[0].strip() == "parallel.dp" for override in overrides):
-            raise ProjectionError(
-                "--gpus and parallel.dp say the same thing twice; leave one of them out"
-            )
-        from ppruntime.launch.project_parts import replicas
-
-        whole = is_pipeline or global_batch_tokens is None
-        dp = replicas(config, gpus, whole=whole)
-        if dp:
-            config = load(files, [*overrides, f"parallel.dp={dp}"])
-    if is_pipeline and global_batch_tokens is not None:
-        raise ProjectionError(
-            "--global-batch-tokens does not say how a pipeline makes its batch; set "
-            "train.num_micro_batches instead"
-        )
-    inputs = job_numbers(
-        config,
-        run=", ".join([*(Path(file).name for file in files), *overrides]),
+    asked = asked_job(
+        arguments,
         gpus=gpus,
         tokens=tokens,
         peak_flops=peak_flops,
+        is_pipeline=is_pipeline,
         global_batch_tokens=global_batch_tokens,
         active_parameters=active_parameters,
         frozen_parameters=frozen_parameters,
         adapter_parameters=adapter_parameters,
     )
-    job = job_of(inputs)
+    config, job = asked.config, asked.job
     numbers: dict[str, Number] = {}
     if is_pipeline:
         pace, numbers = _pipeline(
@@ -189,7 +157,7 @@ def project(
         pace = _from_number(job, start, starts[start])
     numbers = {
         **pace_numbers(pace, start, starts[start]),
-        **inputs,
+        **asked.inputs,
         **numbers,
         **goodput_numbers(
             pace, failures_per_gpu_hour, checkpoint_s, restart_s, checkpoint_interval_s

@@ -87,23 +87,6 @@ def pipeline_parts(
     return FoundParts(parts, plan, known)
 
 
-def replicas(config: Config, gpus: int, *, whole: bool) -> int:
-    """Pipelines side by side on so many GPUs; 0 where the GPUs are not whole ones and need not."""
-    positive("--gpus", gpus)
-    pp, ep = config.pp.size, config.parallel.ep
-    if gpus % (pp * ep) == 0:
-        return gpus // (pp * ep)
-    if not whole:
-        return 0
-    below, above = gpus // (pp * ep) * pp * ep, -(-gpus // (pp * ep)) * pp * ep
-    nearest = f"{below:,} or {above:,}" if below else f"{above:,}"
-    raise ProjectionError(
-        f"{gpus:,} GPUs are not whole pipelines of pp.size {pp} x parallel.ep {ep} = {pp * ep};"
-        f" use {nearest}, change pp.size or parallel.ep, or give an MFU, a step or days with "
-        "--global-batch-tokens"
-    )
-
-
 def _given_costs(text: str, schedule: Schedule) -> tuple[StageCost, ...]:
     costs = parse_costs(text, schedule.stage_to_rank)
     times = zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True)

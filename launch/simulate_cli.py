@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from ppruntime.launch.project_cli import PLAN_OF_RECORD, Text
-from ppruntime.launch.project_numbers import goodput_numbers, job_numbers, job_of
+from ppruntime.launch.project_numbers import goodput_numbers
+from ppruntime.launch.projected_job import Projected, asked_job
 from ppruntime.projector import Origin, ProjectionError, positive
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _PLAIN = Parameter(negative="")
 
 
 def simulate(
-    *arguments: Text,
+    *arguments: Projected,
     calibration: Path | None = None,
     costs: str | None = None,
     efficiency: float | None = None,
@@ -115,9 +115,7 @@ def simulate(
     trace
         Write a Chrome trace.
     """
-    from ppruntime.config import load
     from ppruntime.launch.project_parts import pipeline_parts
-    from ppruntime.launch.project_parts import replicas as pipelines
     from ppruntime.launch.simulate_report import Report, json_text, text
     from ppruntime.schedules.draw import chrome_trace
     from ppruntime.schedules.machine import Noise
@@ -129,11 +127,6 @@ def simulate(
     )
     from ppruntime.simulate import simulate as play
 
-    files = [argument for argument in arguments if "=" not in argument] or [str(PLAN_OF_RECORD)]
-    overrides = [argument for argument in arguments if "=" in argument]
-    config = load(files, overrides)
-    if gpus is not None:
-        config = load(files, [*overrides, f"parallel.dp={pipelines(config, gpus, whole=True)}"])
     if (
         sum(given is not None for given in (calibration, costs))
         + (efficiency is not None and calibration is None)
@@ -143,18 +136,8 @@ def simulate(
             "a simulation needs the parts' times from one place; give --calibration, --costs or "
             "--efficiency"
         )
-    inputs = job_numbers(
-        config,
-        run=", ".join([*(Path(file).name for file in files), *overrides]),
-        gpus=gpus,
-        tokens=tokens,
-        peak_flops=peak_flops,
-        global_batch_tokens=None,
-        active_parameters=None,
-        frozen_parameters=0.0,
-        adapter_parameters=0.0,
-    )
-    job = job_of(inputs)
+    asked = asked_job(arguments, gpus=gpus, tokens=tokens, peak_flops=peak_flops)
+    config, job = asked.config, asked.job
     found = pipeline_parts(
         config,
         gpu_flops=job.gpu_flops,
@@ -198,7 +181,7 @@ def simulate(
     simulation = play(job, parts, around)
     report = Report.of(
         job,
-        inputs,
+        asked.inputs,
         parts,
         around,
         simulation,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 from ppruntime.config import ConfigError, load
+from ppruntime.launch.run_files import files_and_overrides
 
 _HEAD_START_SECONDS = 5
 """torchrun ends all ranks as soon as one has failed. Where all fail alike, rank 0, which tells the
@@ -29,10 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: Sequence[str], *, is_first: bool) -> int:
-    paths = [argument for argument in arguments if "=" not in argument]
-    overrides = [argument for argument in arguments if "=" in argument]
     try:
-        config = load(paths, overrides)
+        config = load(*files_and_overrides(arguments))
     except ConfigError as error:
         if is_first:
             print(error, file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ppruntime.launch.run_files import files_and_overrides
 from ppruntime.projector import ProjectionError
 from ppruntime.validate import Ledger, Verdict
 
@@ -56,8 +57,7 @@ def validate_run(
     """
     from ppruntime.config import load
 
-    files = [argument for argument in arguments if "=" not in argument]
-    overrides = [argument for argument in arguments if "=" in argument]
+    files, overrides = files_and_overrides(arguments)
     config = load(files, overrides)
     calibration = load(files, [*overrides, *calibrate_with.split()])
     started = int(os.environ.get("WORLD_SIZE", "1"))
