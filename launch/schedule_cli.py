@@ -9,94 +9,46 @@ import json as json_text
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING
 
-from cyclopts import App, Parameter
+from cyclopts import App
+
+from ppruntime.launch.schedule_options import (
+    CostsText,
+    Csv,
+    FusePairs,
+    Gain,
+    Json,
+    Lowered,
+    MemoryBudget,
+    MemoryCap,
+    MicroBatches,
+    Offload,
+    Paced,
+    Ranks,
+    StagesPerRank,
+    StallBudget,
+    Svg,
+    Trace,
+    Transfer,
+    WarmupStep,
+    Width,
+    at_least_one,
+    costs_of,
+    hops_of,
+    is_file,
+    named_order,
+    numbers_of,
+    planned_warmup,
+    read_legal,
+    read_order,
+)
 
 if TYPE_CHECKING:
-    from ppruntime.schedules.costs import Costs, Hops
     from ppruntime.schedules.ops import Schedule
     from ppruntime.schedules.timeline import Timeline
 
 app = App(name="schedule", help="Show, compare, check and search orders of work.")
-
-Ranks: TypeAlias = Annotated[int, Parameter(help="Pipeline ranks.")]
-MicroBatches: TypeAlias = Annotated[int, Parameter(help="Micro-batches a step.")]
-StagesPerRank: TypeAlias = Annotated[
-    int | None, Parameter(help="Stages a rank; 2 for interleaved and V orders, else 1.")
-]
-CostsText: TypeAlias = Annotated[
-    str,
-    Parameter(
-        name="--costs",
-        help="F,I,W: times of forward, input and weight gradient per rank and micro-batch, split "
-        "evenly over the rank's stages; or one triple per stage, separated by ';'.",
-    ),
-]
-Transfer: TypeAlias = Annotated[
-    str, Parameter(help="One-way latency between ranks; or one per stage hop, separated by ','.")
-]
-FusePairs: TypeAlias = Annotated[
-    bool, Parameter(negative="", help="Fused pairs (dualpipe_v) wait for both their inputs.")
-]
-Gain: TypeAlias = Annotated[
-    float, Parameter(help="Time of a fused pair over that of its halves one after the other.")
-]
-WarmupStep: TypeAlias = Annotated[
-    str | None,
-    Parameter(
-        help="async_1f1b and 1f1b_w: s, rank r runs s (ranks - 1 - r) forwards before its first "
-        "backward; or these numbers, separated by ','."
-    ),
-]
-StallBudget: TypeAlias = Annotated[
-    str | None,
-    Parameter(
-        help="Plan the smallest such numbers with which a micro-batch takes at most this much "
-        "longer than the busiest rank's work on it, such as 1%."
-    ),
-]
-MemoryBudget: TypeAlias = Annotated[
-    str | None,
-    Parameter(
-        help="Plan the fastest such numbers with at most this many activations on a rank; or one "
-        "limit a rank, separated by ','."
-    ),
-]
-MemoryCap: TypeAlias = Annotated[
-    str | None,
-    Parameter(
-        help="A multiple of 1F1B's peak (as many whole-rank activations as ranks), for every rank; "
-        "or whole-rank activations per rank, separated by ','; not given: no cap."
-    ),
-]
-Lowered: TypeAlias = Annotated[
-    bool,
-    Parameter(
-        negative="",
-        help="Show the order with sends, receives and frees, one line a step, not its times.",
-    ),
-]
-Offload: TypeAlias = Annotated[
-    int | None,
-    Parameter(
-        help="With --lowered: every how many-th micro-batch's activations move to the host and "
-        "back; not given: none."
-    ),
-]
-Paced: TypeAlias = Annotated[
-    bool, Parameter(negative="", help="With --offload: forwards of the warm-up wait for copies.")
-]
-Json: TypeAlias = Annotated[bool, Parameter(negative="", help="Print one JSON object.")]
-Svg: TypeAlias = Annotated[Path | None, Parameter(help="Write the picture here.")]
-Csv: TypeAlias = Annotated[Path | None, Parameter(help="Write the order here, a row a rank.")]
-Trace: TypeAlias = Annotated[
-    Path | None,
-    Parameter(help="Write a Chrome trace (Perfetto) here; a unit of time is a millisecond."),
-]
-Width: TypeAlias = Annotated[
-    int | None, Parameter(help="Columns of the picture; by default the terminal's.")
-]
 
 
 @app.command(name="list")
@@ -162,7 +114,7 @@ def show(
     from ppruntime.schedules.ops import ScheduleError
     from ppruntime.schedules.timeline import simulate
 
-    if _is_file(order):
+    if is_file(order):
         given = {
             "--stages-per-rank": stages_per_rank,
             "--warmup-step": warmup_step,
@@ -172,17 +124,19 @@ def show(
         for flag, value in given.items():
             if value is not None:
                 raise ScheduleError(f"{flag} has no effect on {order}, a file; leave it out")
-        schedule = _read_legal(order)
+        schedule = read_legal(order)
     else:
-        warmup = _warmup(order, ranks, warmup_step, stall_budget, memory_budget, costs, transfer)
-        schedule = _make(order, ranks, micro_batches, stages_per_rank, warmup)
+        warmup = planned_warmup(
+            order, ranks, warmup_step, stall_budget, memory_budget, costs, transfer
+        )
+        schedule = named_order(order, ranks, micro_batches, stages_per_rank, warmup)
     if overlap_gain != 1.0 and not fuse_pairs:
         raise ScheduleError("--overlap-gain has an effect on fused pairs only; add --fuse-pairs")
     if offload is not None and not lowered:
         raise ScheduleError("--offload has an effect on the lowered order only; add --lowered")
     if paced and offload is None:
         raise ScheduleError("--paced has an effect on offloads only; add --offload 1")
-    times, hops = _costs(costs, schedule), _hops(transfer)
+    times, hops = costs_of(costs, schedule), hops_of(transfer)
     timeline = simulate(
         schedule,
         times,
@@ -245,22 +199,22 @@ def compare(
         def timed(num_micro_batches: int, order: str = order) -> Timeline:
             any_stages = order.startswith("interleaved")
             schedule = (
-                _read_legal(order)
-                if _is_file(order)
-                else _make(
+                read_legal(order)
+                if is_file(order)
+                else named_order(
                     order, ranks, num_micro_batches, stages_per_rank if any_stages else None, None
                 )
             )
             return simulate(
                 schedule,
-                _costs(costs, schedule),
-                _hops(transfer),
+                costs_of(costs, schedule),
+                hops_of(transfer),
                 fuse_pairs=fuse_pairs,
                 overlap_gain=overlap_gain,
             )
 
         timeline = timed(micro_batches)
-        stall = None if _is_file(order) else _stall(timed, ranks)
+        stall = None if is_file(order) else _stall(timed, ranks)
         facts = report.timeline_facts(timeline)
         objects.append({**facts, "stall_per_micro_batch": stall})
         lines.append(
@@ -325,13 +279,13 @@ def search(
     from ppruntime.schedules import search as searching
     from ppruntime.schedules.costs import parse_costs
 
-    _positive("--ranks", ranks)
-    _positive("--micro-batches", micro_batches)
-    _positive("--stages-per-rank", stages_per_rank)
-    cap = None if memory_cap is None else _numbers("--memory-cap", memory_cap)
+    at_least_one("--ranks", ranks)
+    at_least_one("--micro-batches", micro_batches)
+    at_least_one("--stages-per-rank", stages_per_rank)
+    cap = None if memory_cap is None else numbers_of("--memory-cap", memory_cap)
     result = searching.search(
         parse_costs(costs, placement.loop(ranks, stages_per_rank)),
-        _hops(transfer),
+        hops_of(transfer),
         cap[0] if cap is not None and len(cap) == 1 else cap,
         num_ranks=ranks,
         num_micro_batches=micro_batches,
@@ -382,7 +336,7 @@ def check(file: str, /, *, slots: int | None = None, json: Json = False) -> int:
     from ppruntime.schedules.check import check as check_order
     from ppruntime.schedules.counts import peak_in_flight
 
-    schedule = _read(file)
+    schedule = read_order(file)
     check_order(schedule, slots=slots)
     facts = {
         "legal": True,
@@ -409,131 +363,12 @@ def _title(schedule: Schedule) -> str:
     )
 
 
-def _is_file(order: str) -> bool:
-    return order.endswith((".csv", ".json"))
-
-
-def _read(file: str) -> Schedule:
-    from ppruntime.schedules import formats
-    from ppruntime.schedules.ops import ScheduleError
-
-    try:
-        return formats.read(Path(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"{file} cannot be read: {error}") from error
-
-
-def _read_legal(file: str) -> Schedule:
-    """An order from a file that may be timed: whole, and free of deadlock."""
-    from ppruntime.schedules.check import check as check_order
-
-    schedule = _read(file)
-    check_order(schedule, ascending=False)
-    return schedule
-
-
-def _make(
-    name: str,
-    ranks: int,
-    micro_batches: int,
-    stages_per_rank: int | None,
-    warmup: int | tuple[int, ...] | None,
-) -> Schedule:
-    from ppruntime.schedules import make
-
-    return make(name, ranks, micro_batches, stages_per_rank=stages_per_rank, warmup_step=warmup)
-
-
-def _warmup(
-    name: str,
-    ranks: int,
-    step: str | None,
-    stall_budget: str | None,
-    memory_budget: str | None,
-    costs: str,
-    transfer: str,
-) -> int | tuple[int, ...] | None:
-    """The warm-up that was asked for, or that the planner finds for a budget."""
-    from ppruntime.schedules import placement
-    from ppruntime.schedules.costs import parse_costs
-    from ppruntime.schedules.ops import ScheduleError
-    from ppruntime.schedules.plan_warmup import plan_warmup
-
-    if sum(value is not None for value in (step, stall_budget, memory_budget)) > 1:
-        raise ScheduleError("--warmup-step, --stall-budget and --memory-budget exclude one another")
-    if step is not None:
-        numbers = _integers("--warmup-step", step)
-        return numbers[0] if len(numbers) == 1 and "," not in step else numbers
-    if stall_budget is None and memory_budget is None:
-        return None
-    if name not in ("async_1f1b", "1f1b_w"):
-        raise ScheduleError(f"{name} has no warm-up to plan; a budget is for async_1f1b or 1f1b_w")
-    _positive("--ranks", ranks)
-    memory = None if memory_budget is None else _integers("--memory-budget", memory_budget)
-    return plan_warmup(
-        parse_costs(costs, placement.loop(ranks)),
-        _hops(transfer),
-        stall_budget=None if stall_budget is None else _share("--stall-budget", stall_budget),
-        memory_budget=memory[0] if memory is not None and len(memory) == 1 else memory,
-        defer_weight_grads=name == "1f1b_w",
-    ).warmup
-
-
 def _stall(timed: Callable[[int], Timeline], ranks: int) -> float:
     """Time per micro-batch beyond the busiest rank's work, between two longer steps."""
     short, long = 4 * ranks, 6 * ranks
     first, second = timed(short), timed(long)
     beyond = second.makespan_bubble - first.makespan_bubble
     return max(0.0, beyond) / (long - short)
-
-
-def _costs(text: str, schedule: Schedule) -> Costs:
-    from ppruntime.schedules.costs import parse_costs
-
-    return parse_costs(text, schedule.stage_to_rank)
-
-
-def _hops(text: str) -> Hops:
-    from ppruntime.schedules.costs import Hops
-
-    numbers = _numbers("--transfer", text)
-    return Hops.both(numbers[0] if len(numbers) == 1 else numbers)
-
-
-def _numbers(flag: str, text: str) -> tuple[float, ...]:
-    from ppruntime.schedules.ops import ScheduleError
-
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ScheduleError(
-            f"{flag} {text!r} is not a number, or numbers separated by ','"
-        ) from None
-
-
-def _integers(flag: str, text: str) -> tuple[int, ...]:
-    from ppruntime.schedules.ops import ScheduleError
-
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ScheduleError(
-            f"{flag} {text!r} is not a whole number, or such separated by ','"
-        ) from None
-
-
-def _share(flag: str, text: str) -> float:
-    """`1%` or `0.01`."""
-    if text.endswith("%"):
-        return _numbers(flag, text[:-1])[0] / 100
-    return _numbers(flag, text)[0]
-
-
-def _positive(flag: str, value: int) -> None:
-    from ppruntime.schedules.ops import ScheduleError
-
-    if value < 1:
-        raise ScheduleError(f"{flag} is {value}; it is 1 at least")
 
 
 def _write_pictures(
