@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import hashlib
 import json
 import os
 import statistics
@@ -41,7 +40,8 @@ from ppruntime.connect import Outline, connect, make_executor, make_outline
 from ppruntime.data import open_data
 from ppruntime.expert_options import choose_experts
 from ppruntime.gemm_budget import limit_gemms
-from ppruntime.launch.pipeline_bars import bars, cycle_seconds, line
+from ppruntime.launch.pipeline_bars import bars, figures, line
+from ppruntime.launch.run_digests import gradient_digest, loss_digest
 from ppruntime.launch.stand_ins import (
     Contents,
     HollowTransport,
@@ -52,15 +52,11 @@ from ppruntime.launch.stand_ins import (
 )
 from ppruntime.launch.torch_pipeline import TorchPipeline
 from ppruntime.linear_options import choose_linears
-from ppruntime.messages import gather_bytes
 from ppruntime.models.carry import MicroBatch
 from ppruntime.profiling import (
     MeasuredStep,
     align_clocks,
     gather_step,
-    measured_hops,
-    planned_step,
-    split_times,
 )
 from ppruntime.ranks import Layout, Ranks, join, leave
 from ppruntime.sleep_rig import start_together
@@ -72,7 +68,6 @@ from ppruntime.wrap import hold_gradients, reduce_grads
 _WARM_UP_STEPS = 1
 _TORCH_ORDERS = ("1f1b", "dualpipe_v")
 _GRACE_SECONDS = 60.0  # of a case that was begun in time
-_DIGEST_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +305,8 @@ class _Bench:
             enqueued = torch.tensor([transport.enqueued_at - begin], dtype=torch.float64)
             dist.all_reduce(enqueued, op=dist.ReduceOp.MAX)
             if step == _WARM_UP_STEPS + self.args.steps - 1:
-                losses = self._loss_digest()
-                digest, norm = _gradients(ranks, self.stages)
+                losses = loss_digest(ranks, self.stages)
+                digest, norm = gradient_digest(ranks, self.stages)
             _clear_gradients(self.stages)
             measured = gather_step(
                 order.computations, executor.op_times(), offset=offset, group=ranks.pipeline_group
@@ -323,7 +318,7 @@ class _Bench:
         if not self.contents:
             self.contents = transport.contents
         transport.close()
-        return _figures(steps, walls, host) | {
+        return figures(steps, walls, host) | {
             "hold_ms": variant.hold_seconds * 1e3,
             "loss_digest": "" if is_hollow else losses,
             "gradient_digest": "" if is_hollow else digest,
@@ -350,7 +345,7 @@ class _Bench:
         for step in range(_WARM_UP_STEPS + self.args.steps):
             _, took = self._timed_step(lambda: pipeline.step(self.batches))
             if step == _WARM_UP_STEPS + self.args.steps - 1:
-                digest, norm = _gradients(self.ranks, self.stages)
+                digest, norm = gradient_digest(self.ranks, self.stages)
             _clear_gradients(self.stages)
             if step >= _WARM_UP_STEPS:
                 walls.append(took)
@@ -379,14 +374,6 @@ class _Bench:
             reduce_grads(list(stage.units), self.ranks.data_group)
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
         return begin, float(took)
-
-    def _loss_digest(self) -> str:
-        """Of the bits of all losses, in the order of the micro-batches' forwards."""
-        mine = [loss for _, s in sorted(self.stages.items()) for loss in s.losses]
-        bits = [int(loss.float().view(torch.int32)) for loss in mine]
-        parts = gather_bytes(json.dumps(bits).encode(), self.ranks.pipeline_group)
-        # Which rank has the losses depends on the placement.
-        return hashlib.sha256(max(parts, key=len)).hexdigest()[:16]
 
     # --- the record ---
 
@@ -433,46 +420,6 @@ def _build(config: Config, outline: Outline, ranks: Ranks) -> dict[int, Stage]:
     return stages
 
 
-def _figures(
-    steps: Sequence[MeasuredStep], walls: Sequence[float], host: Sequence[float]
-) -> dict[str, Any]:
-    """What a case's steps say; times in seconds, medians over the steps."""
-
-    def middle(values: Sequence[float]) -> float:
-        return statistics.median(values)
-
-    hops = [measured_hops(step) for step in steps]
-    spans = [step.step_ns / 1e9 for step in steps]
-    planned = [planned_step(step).makespan / 1e3 for step in steps]
-    fed = [planned_step(s, h).makespan / 1e3 for s, h in zip(steps, hops, strict=True)]
-    splits = [split_times(step) for step in steps]
-    num_ranks = len(splits[0])
-    busiest = middle([max(t.compute for t in split) / 1e9 for split in splits])
-    span = middle(spans)
-    return {
-        "step_seconds": list(walls),
-        "step_seconds_median": middle(walls),
-        "span_seconds_median": span,
-        "cycle_seconds": middle([cycle_seconds(step) for step in steps]),
-        "host_seconds": middle(host),
-        "hop_ms": [middle([float(getattr(h, way)) for h in hops]) for way in _WAYS],
-        "planned_over_span": middle([p / s for p, s in zip(planned, spans, strict=True)]),
-        "span_over_timeline": middle([s / f for s, f in zip(spans, fed, strict=True)]),
-        "busiest_compute_seconds": busiest,
-        "bubble_fraction": 1 - busiest / span if span else 0.0,
-        "ranks": [
-            {
-                part: middle([getattr(split[r], part) / 1e9 for split in splits])
-                for part in ("compute", "transfer", "peer", "idle")
-            }
-            for r in range(num_ranks)
-        ],
-    }
-
-
-_WAYS = ("forward", "backward")
-
-
 def _settle(ranks: Ranks) -> None:
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
@@ -482,37 +429,6 @@ def _settle(ranks: Ranks) -> None:
 def _clear_gradients(stages: Mapping[int, Stage]) -> None:
     for stage in stages.values():
         stage.units.zero_grad(set_to_none=True)
-
-
-def _gradients(ranks: Ranks, stages: Mapping[int, Stage]) -> tuple[str, float]:
-    """A digest of the bits of all gradients of the pipeline and of where they lie, and their
-    norm."""
-    found, squares = [], torch.zeros((), dtype=torch.float64)
-    for index in sorted(stages):
-        for unit in stages[index].units:
-            for name, param in unit.named_parameters():
-                if param.grad is None:
-                    continue
-                grad: Any = param.grad
-                grad = grad.to_local() if hasattr(grad, "to_local") else grad
-                squares += float(torch.linalg.vector_norm(grad, dtype=torch.float32)) ** 2
-                spec: Any = unit.spec
-                found.append(f"{spec.name}.{name} {_bits_and_places(grad)}")
-    parts = gather_bytes("\n".join(found).encode(), ranks.pipeline_group)
-    lines = sorted(text for part in parts for text in part.decode().splitlines())
-    dist.all_reduce(squares, group=ranks.pipeline_group)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16], float(squares) ** 0.5
-
-
-def _bits_and_places(tensor: torch.Tensor) -> int:
-    """The sum, modulo 2**64, of each element's bits times an odd number of its own."""
-    bits = tensor.reshape(-1).contiguous().view(torch.int16)
-    total = 0
-    for start in range(0, len(bits), _DIGEST_ELEMENTS):
-        part = bits[start : start + _DIGEST_ELEMENTS].to(torch.int64)
-        places = torch.arange(start, start + len(part), device=tensor.device)
-        total += int((part * (places * 0x9E3779B1 * 2 + 1)).sum())
-    return total % (1 << 64)
 
 
 def _versions(on_gpu: bool, library: str | None) -> dict[str, str]:

@@ -1,12 +1,14 @@
-"""What `bench pipeline` asks of its cases: cycles, and ratios within one run. Pure."""
+"""What `bench pipeline` makes of its cases: figures of their steps, and what is asked of ratios
+within one run. Pure."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppruntime.profiling import MeasuredStep
+from ppruntime.profiling import MeasuredStep, measured_hops, planned_step, split_times
 from ppruntime.schedules.ops import Kind
 
 Case = dict[str, Any]
@@ -45,6 +47,46 @@ def cycle_seconds(step: MeasuredStep) -> float:
     )
     first, last = num // 4, num - 1 - num // 4
     return (ends[last] - ends[first]) / (last - first) / 1e9
+
+
+def figures(
+    steps: Sequence[MeasuredStep], walls: Sequence[float], host: Sequence[float]
+) -> dict[str, Any]:
+    """What a case's steps say; times in seconds, medians over the steps."""
+
+    def middle(values: Sequence[float]) -> float:
+        return statistics.median(values)
+
+    hops = [measured_hops(step) for step in steps]
+    spans = [step.step_ns / 1e9 for step in steps]
+    planned = [planned_step(step).makespan / 1e3 for step in steps]
+    fed = [planned_step(s, h).makespan / 1e3 for s, h in zip(steps, hops, strict=True)]
+    splits = [split_times(step) for step in steps]
+    num_ranks = len(splits[0])
+    busiest = middle([max(t.compute for t in split) / 1e9 for split in splits])
+    span = middle(spans)
+    return {
+        "step_seconds": list(walls),
+        "step_seconds_median": middle(walls),
+        "span_seconds_median": span,
+        "cycle_seconds": middle([cycle_seconds(step) for step in steps]),
+        "host_seconds": middle(host),
+        "hop_ms": [middle([float(getattr(h, way)) for h in hops]) for way in _WAYS],
+        "planned_over_span": middle([p / s for p, s in zip(planned, spans, strict=True)]),
+        "span_over_timeline": middle([s / f for s, f in zip(spans, fed, strict=True)]),
+        "busiest_compute_seconds": busiest,
+        "bubble_fraction": 1 - busiest / span if span else 0.0,
+        "ranks": [
+            {
+                part: middle([getattr(split[r], part) / 1e9 for split in splits])
+                for part in ("compute", "transfer", "peer", "idle")
+            }
+            for r in range(num_ranks)
+        ],
+    }
+
+
+_WAYS = ("forward", "backward")
 
 
 def bars(cases: Sequence[Case]) -> list[Bar]:
