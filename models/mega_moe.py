@@ -29,7 +29,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -134,7 +136,8 @@ class MegaMoe:
         if device.type == "cuda":
             # Of high priority: what it pulls is waited for.
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        _DISPATCHERS[exchange.name] = self
+        self.name = f"{exchange.name} #{next(_NUMBERS)}"
+        _DISPATCHERS[self.name] = self
 
     @property
     def outside_bytes(self) -> int:
@@ -402,8 +405,9 @@ class MegaMoe:
             raise MeetingError(text)
 
 
-_DISPATCHERS: dict[str, MegaMoe] = {}
-"""Ops take names, not objects."""
+_NUMBERS = count()
+_DISPATCHERS: WeakValueDictionary[str, MegaMoe] = WeakValueDictionary()
+"""Ops take names, not objects. No two have one name: each has epochs of its own."""
 
 
 def _product(x: Quantized, weights: Quantized, layout: Layout, *, gemm_sms: int | None) -> Tensor:
@@ -499,7 +503,7 @@ class _MegaMoe(torch.autograd.Function):
             power_of_two = experts.options.power_of_two_scales
             ctx.weights = weights
         y_ND, z_RC, *others = torch.ops.ppruntime.expert_mega_moe(
-            x_ND, experts_NK, weights_NK, matrices, limit, power_of_two, dispatcher.exchange.name
+            x_ND, experts_NK, weights_NK, matrices, limit, power_of_two, dispatcher.name
         )
         ctx.save_for_backward(gate_up, down, z_RC if keeps else None, *others)
         ctx.parameters = gate_up, down  # see `linear.now_or_later`

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fp8_cases import DEVICE, ON_GPU, distance, random_routing, values
-from mega_cases import make_arenas, meet
+from mega_cases import SHORT_LIMIT, make_arenas, meet
 
 from ppruntime.models.kernels import mega_moe, mega_moe_gemm, mega_moe_swiglu, quantize
 from ppruntime.models.kernels.moe_layout import BLOCK, Layout, expert_layout_reference
@@ -241,7 +241,8 @@ def test_bf16_swiglu_and_its_gradient():
 
 
 def two_arenas() -> list[Arena]:
-    return make_arenas(2, ArenaShape(most_tokens=2, per_token=1, num_experts=2, hidden=HIDDEN))
+    shape = ArenaShape(most_tokens=2, per_token=1, num_experts=2, hidden=HIDDEN)
+    return make_arenas(2, shape, limit=SHORT_LIMIT)
 
 
 def test_a_meeting_ends_when_all_have_come_and_not_with_an_old_word():

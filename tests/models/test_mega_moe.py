@@ -4,7 +4,7 @@ rank alone."""
 import pytest
 import torch
 from fp8_cases import DEVICE, ON_GPU, distance
-from mega_cases import make_ranks, run_together
+from mega_cases import SHORT_LIMIT, make_ranks, run_together
 from msgspec.structs import replace
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -239,7 +239,7 @@ def test_too_many_rows_for_one_rank_stop_every_rank_before_a_row_is_sent():
 
 
 def test_what_one_rank_waited_for_in_vain_all_ranks_hear_with_the_next_counts():
-    ranks = make_ranks(2, shape_of())
+    ranks = make_ranks(2, shape_of(), limit=SHORT_LIMIT)
     ranks[0].arena.meet()  # rank 1 does not come
     batch = batches("uneven", (2, 2))
     texts = []

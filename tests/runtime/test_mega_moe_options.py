@@ -1,0 +1,44 @@
+"""The fused MoE layer in a run: where it is refused, and what a plan says of its memory."""
+
+import torch
+from small_runs import CONFIG
+
+from ppruntime.config import load
+from ppruntime.expert_arena_bytes import arena_bytes, arena_shape
+from ppruntime.expert_dispatch import unavailable_reason
+from ppruntime.ledger import predict
+from ppruntime.plan_report import report
+
+FUSED = (
+    "pp.size=2",
+    "model.name=v41-flash",
+    "parallel.ep=8",
+    "train.precision=bf16",
+    "moe.dispatch.type=mega_moe",
+)
+
+
+def config_of(*overrides):
+    return load([CONFIG], [*FUSED, *overrides])
+
+
+def test_a_rank_without_a_gpu_is_told_what_runs_there():
+    reason = unavailable_reason(config_of(), torch.device("cpu"))
+    assert reason == (
+        'moe.dispatch.type = "mega_moe": ranks read and write each other\'s GPU memory, and this '
+        'rank runs on cpu; use "torch", which runs everywhere'
+    )
+
+
+def test_plan_and_ledger_count_one_arena_a_rank():
+    fused = config_of("train.seq_len=8192")
+    plain = load([CONFIG], [*FUSED[:-1], "train.seq_len=8192"])
+    size = arena_bytes(fused)
+    tokens = fused.train.micro_batch_size * 8192
+    assert size == arena_shape(fused).num_bytes > 2 * 7 * tokens * 5120
+    assert arena_bytes(plain) == 0
+    for one, other in zip(report(fused).ranks, report(plain).ranks, strict=True):
+        assert one.slot_bytes - other.slot_bytes == size
+        assert one.total_bytes - other.total_bytes == size
+    for one, other in zip(predict(fused), predict(plain), strict=True):
+        assert one.slots - other.slots == size
