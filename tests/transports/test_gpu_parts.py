@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from ppruntime.launch import bench_transports
+from ppruntime.launch import transport_record
 from ppruntime.transports import (
     copy_engine,
     lives,
@@ -455,26 +455,26 @@ def test_orders_in_turn_can_always_be_made(seed):
 
 
 def test_bars_compare_within_the_run_and_the_worse_rank_counts():
-    largest = bench_transports.SIZES_BYTES[-1]
+    largest = transport_record.SIZES_BYTES[-1]
 
     def row(metric, kind, median):
         return {"metric": metric, "kind": kind, "num_bytes": largest, "median": median}
 
     one = [
-        row("both ways", bench_transports.RAW, 400.0),
+        row("both ways", transport_record.RAW, 400.0),
         row("both ways", "put", 390.0),
         row("bf16 matmul, one way", "put", 4.0),
         row("bf16 matmul, one way", "nccl", 20.0),
     ]
     other = [row("both ways", "put", 380.0), row("bf16 matmul, one way", "put", 5.0)]
-    bars = bench_transports._bars([one, other])
+    bars = transport_record.bars([one, other])
     assert bars["put both ways at 335 MB, of raw peer copy (bar 0.95)"] == 380 / 400
     assert bars["put slow-down of bf16 matmul, one way, of nccl's (bar 0.4)"] == 5 / 20
     assert len(bars) == 2  # what was not measured has no bar
 
 
 def test_a_row_says_its_spread():
-    row = bench_transports.Row("one way", "put", 335_544_320, "GB/s", [380.0, 390.0, 400.0])
+    row = transport_record.Row("one way", "put", 335_544_320, "GB/s", [380.0, 390.0, 400.0])
     assert "390.00 GB/s" in str(row)
     assert "+-  2.6 %" in str(row)
     record = row.record()
