@@ -434,7 +434,7 @@ def _clear_gradients(stages: Mapping[int, Stage]) -> None:
 def _versions(on_gpu: bool, library: str | None) -> dict[str, str]:
     versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
     if on_gpu:
-        from ppruntime.launch.bench_transports import library_versions
+        from ppruntime.launch.transport_record import library_versions
 
         versions |= library_versions(library)
     return versions

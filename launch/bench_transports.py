@@ -14,24 +14,22 @@ import faulthandler
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-SIZES_BYTES = (262_144, 2_097_152, 16_777_216, 83_886_080, 335_544_320)
+from ppruntime.launch.products import Product, bf16_matmul, fp8_grouped
+from ppruntime.launch.transport_record import RAW, SIZES_BYTES, Row, bars, library_versions
+
 FEW_CTAS = 4
 LIMIT_SECONDS = 110.0
-MATMUL_EXTENT = 8192
 NUM_MATMULS = 16
 NUM_AHEAD = 8
-GROUPED = (16, 1024, 4096, 5120)  # experts, rows of each, N, K
-RAW = "raw peer copy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,36 +39,6 @@ class Kind:
     name: str
     transport: str
     options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Row:
-    """One measured quantity: every repetition, in `unit`. `against` is the name of its baseline."""
-
-    metric: str
-    kind: str
-    num_bytes: int
-    unit: str
-    values: list[float] = field(default_factory=list)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.values)
-
-    def record(self) -> dict[str, object]:
-        return {
-            **asdict(self),
-            "median": self.median,
-            "lowest": min(self.values),
-            "highest": max(self.values),
-        }
-
-    def __str__(self) -> str:
-        spread = (max(self.values) - min(self.values)) / abs(self.median or 1) * 100
-        return (
-            f"{self.metric:28} {self.kind:14} {self.num_bytes / 1e6:8.2f} MB"
-            f" {self.median:9.2f} {self.unit:5} +-{spread / 2:5.1f} %  n={len(self.values)}"
-        )
 
 
 def main() -> int:
@@ -150,14 +118,14 @@ class _Worker:
             self._measure_latency(0, num=100)
             self._measure_latency(len(SIZES_BYTES) - 1, num=10)
             self._write(complete=False)  # what there is, should the rest hang
-            self._measure_slowdown("bf16 matmul", self._matmul())
+            self._measure_slowdown(bf16_matmul(self.device))
             grouped = self._grouped()
             if grouped is not None:
-                self._measure_slowdown("FP8 grouped GEMM", grouped)
+                self._measure_slowdown(grouped)
             complete = True
         finally:
             self._write(complete)
-            for name, bar in _bars([[row.record() for row in self.rows.values()]]).items():
+            for name, bar in bars([[row.record() for row in self.rows.values()]]).items():
                 self._say(f"{name}: {bar:.3f}")
         for name, transport in self.transports.items():
             self._say(f"closing {name}")
@@ -319,51 +287,24 @@ class _Worker:
 
     # Compute beside transfers
 
-    def _matmul(self) -> Callable[[], object]:
-        import torch
-
-        a = torch.randn(MATMUL_EXTENT, MATMUL_EXTENT, device=self.device).to(torch.bfloat16)
-        b = torch.randn(MATMUL_EXTENT, MATMUL_EXTENT, device=self.device).to(torch.bfloat16)
-        out = torch.empty_like(a)
-        return lambda: torch.mm(a, b, out=out)
-
-    def _grouped(self) -> Callable[[], object] | None:
-        """torch's FP8 grouped GEMM with row scales, persistent; None where it cannot run."""
-        import torch
-
-        experts, rows, n, k = GROUPED
-        failed, call = "", None
+    def _grouped(self) -> Product | None:
+        """None where one of the two ranks cannot run it."""
+        failed, product = "", None
         try:
-            a = torch.randn(experts * rows, k, device=self.device).to(torch.float8_e4m3fn)
-            b = torch.randn(experts, n, k, device=self.device).to(torch.float8_e4m3fn)
-            scale_a = torch.ones(experts * rows, device=self.device)
-            scale_b = torch.ones(experts, n, device=self.device)
-            ends = torch.arange(1, experts + 1, dtype=torch.int32, device=self.device) * rows
-
-            def call() -> object:
-                return torch._scaled_grouped_mm(
-                    a,
-                    b.transpose(-2, -1),
-                    scale_a,
-                    scale_b,
-                    offs=ends,
-                    out_dtype=torch.bfloat16,
-                    use_fast_accum=True,
-                )
-
-            call()
-            torch.cuda.synchronize(self.device)
+            product = fp8_grouped(self.device)
         except (RuntimeError, AttributeError, TypeError) as error:
             failed = f"{type(error).__name__}: {error}"
         if any(self._swap(failed)):
             self.notes.append(f"the FP8 grouped GEMM was left out: {failed.splitlines()[:1]}")
             self._say(self.notes[-1])
             return None
-        return call
+        return product
 
-    def _measure_slowdown(self, what: str, compute: Callable[[], object]) -> None:
-        """How much longer `compute` takes beside transfers that outlast it, in percent of alone."""
+    def _measure_slowdown(self, product: Product) -> None:
+        """How much longer it takes beside transfers that outlast it, in percent of alone."""
         import torch
+
+        what, compute = product.name, product.run
 
         index, size = len(SIZES_BYTES) - 1, SIZES_BYTES[-1]
         source = torch.randn(size // 2, device=self.device).to(torch.bfloat16)
@@ -397,8 +338,7 @@ class _Worker:
                         self._add(
                             f"rate beside {what}, {metric}", name, size, "GB/s", rate, repetition
                         )
-            flops = 2.0 * MATMUL_EXTENT**3 if what.startswith("bf16") else _grouped_flops()
-            rate = flops * NUM_MATMULS / (alone * 1e-3) / 1e12
+            rate = product.flops * NUM_MATMULS / (alone * 1e-3) / 1e12
             self._add(f"{what} alone", "no transfer", 0, "TF/s", rate, repetition)
         for row in self.rows.values():
             if what in row.metric:
@@ -483,7 +423,7 @@ class _Worker:
                 k: os.environ[k] for k in sorted(os.environ) if k.startswith(("CUDA_DEV", "NCCL_"))
             },
             "notes": self.notes,
-            "bars": _bars(by_rank),
+            "bars": bars(by_rank),
             "rows": [
                 {**row, "rank": rank if complete else self.rank}
                 for rank, rows in enumerate(by_rank)
@@ -493,62 +433,6 @@ class _Worker:
         path.write_text(json.dumps(record, indent=1) + "\n")
         if complete:
             self.out.with_suffix(".rank1.json").unlink(missing_ok=True)
-
-
-def _grouped_flops() -> float:
-    experts, rows, n, k = GROUPED
-    return 2.0 * experts * rows * n * k
-
-
-def library_versions(library: str | None) -> dict[str, str]:
-    """Versions of all that moves data on this machine; `library` is put's libnccl, if given."""
-    import torch
-    from torch._C._distributed_c10d import ProcessGroupNCCL
-
-    from ppruntime.transports import nccl_library
-    from ppruntime.transports.base import TransportError
-    from ppruntime.transports.nccl_api import version_text
-
-    runtime = ProcessGroupNCCL.get_runtime_nccl_version()  # type: ignore[call-arg]
-    try:
-        put = version_text(nccl_library.load(nccl_library.FOR_PUT, library).version)
-    except TransportError as error:
-        put = str(error)
-    driver = Path("/sys/module/nvidia/version")
-    return {
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "driver": driver.read_text().strip() if driver.is_file() else "unknown",
-        "nccl of torch": ".".join(map(str, runtime)),
-        "nccl of put": put,
-        "python": sys.version.split()[0],
-    }
-
-
-def _bars(by_rank: Sequence[Sequence[dict[str, Any]]]) -> dict[str, float]:
-    """What the project asks for: ratios within the run, the worse rank counts."""
-    largest = SIZES_BYTES[-1]
-
-    def medians(metric: str, kind: str) -> list[float]:
-        return [
-            row["median"]
-            for rows in by_rank
-            for row in rows
-            if (row["metric"], row["kind"], row["num_bytes"]) == (metric, kind, largest)
-        ]
-
-    bars: dict[str, float] = {}
-    for kind in ("copy_engine", "put"):
-        raw, rate = medians("both ways", RAW), medians("both ways", kind)
-        if raw and rate:
-            bars[f"{kind} both ways at 335 MB, of raw peer copy (bar 0.95)"] = min(rate) / max(raw)
-        for what in ("bf16 matmul", "FP8 grouped GEMM"):
-            for way in ("one way", "both ways"):
-                ours, nccl = (medians(f"{what}, {way}", k) for k in (kind, "nccl"))
-                if ours and nccl and max(nccl) > 0:
-                    name = f"{kind} slow-down of {what}, {way}, of nccl's (bar 0.4)"
-                    bars[name] = max(ours) / max(nccl)
-    return bars
 
 
 if __name__ == "__main__":
