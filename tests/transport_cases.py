@@ -1,7 +1,7 @@
 """What the transport tests share: random pipelines, legal orders of calls, payloads, and ranks.
 
 A scenario is a module-level function `scenario(rank, open_channels, *args)`. `run_scenario` runs it
-once per rank over a kind of transport: `local` in threads of this process, gloo in new processes,
+once per rank over a kind of transport: `local` in threads of this process, others in new processes,
 those on GPUs in processes that all scenarios share.
 """
 

@@ -60,7 +60,7 @@ def run_order(rank: int, name: str, num_ranks: int, num_micro_batches: int) -> t
         stage.reset(loss_seed=LOSS_SEED, balance_seed=BALANCE_SEED)
     channels = make_channels(toy_boundaries(stages, batches[0]), schedule.stage_to_rank, slots)
     transport = open_transport(
-        "auto",
+        "gloo",
         channels,
         rank,
         device=torch.device("cpu"),
