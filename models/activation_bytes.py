@@ -227,7 +227,23 @@ def _attention_half(run: _Run, spec: UnitSpec) -> int:
             total += _compressor_v4(run, ratio, overlaps=spec.role is Role.CSA)
     elif spec.role is Role.FULL:
         total += _compressor_v41(run, ratio)
-    return total  # the indexer is frozen: it saves nothing
+    return total + (_indexer(run, spec) if dims.indexer_learns else 0)
+
+
+def _indexer(run: _Run, spec: UnitSpec) -> int:
+    """An indexer that learns: what makes its keys, and the gradients of queries, head weights and
+    keys that its loss has made; frozen it saves nothing."""
+    assert spec.layer is not None
+    dims, width = run.dims, run.dims.index_head_dim
+    if spec.role not in (Role.FULL, Role.REINDEX, Role.CSA):
+        return 0
+    entries = run.batch * _num_entries(run, spec)
+    total = run.item * (run.tokens * dims.index_heads * (width + 1) + entries * width)
+    if spec.role is Role.FULL:
+        total += run.item * entries * dims.head_dim + _norm(run, entries, width)
+    if spec.role is Role.CSA:
+        total += _compressor_v4(run, dims.compress_ratios[spec.layer], overlaps=True, width=width)
+    return total
 
 
 def _projections(run: _Run) -> int:
@@ -307,10 +323,12 @@ def _compressor_v41(run: _Run, ratio: int) -> int:
     return total
 
 
-def _compressor_v4(run: _Run, ratio: int, *, overlaps: bool) -> int:
+def _compressor_v4(run: _Run, ratio: int, *, overlaps: bool, width: int | None = None) -> int:
     """As V4.1's. With `overlaps` an entry pools two groups, and which have none before them is
-    saved. A sequence shorter than one group makes nothing."""
+    saved. A sequence shorter than one group makes nothing. `width` of an entry: a key's, unless it
+    is another."""
     dims = run.dims
+    width = dims.head_dim if width is None else width
     entries = run.batch * (run.seq_len // ratio)
     if entries == 0:
         return 0
@@ -319,8 +337,8 @@ def _compressor_v4(run: _Run, ratio: int, *, overlaps: bool) -> int:
         run.copy(run.tokens * dims.hidden_size)
         + 2 * _INT64 * pooled
         + (_BOOL * entries if overlaps else 0)
-        + 2 * _FP32 * pooled * dims.head_dim
-        + _norm(run, entries, dims.head_dim)
+        + 2 * _FP32 * pooled * width
+        + _norm(run, entries, width)
         + _rope(run, entries)
     )
 
@@ -446,7 +464,8 @@ def _v41_results(run: _Run, spec: UnitSpec) -> list[_Result]:
         else:
             results += 2 * [_Result(products, _FP32 * latent, False)]
         entries = run.batch * (run.seq_len // ratio)
-        results.append(_Result(products, run.item * entries * dims.index_head_dim, False))
+        of_keys = run.item * entries * dims.index_head_dim
+        results.append(_Result(products, of_keys, dims.indexer_learns))
     if spec.role in (Role.FULL, Role.REINDEX):
         results += _index_queries(run)
     return results

@@ -17,6 +17,7 @@ from ppruntime.models.attention_kernels import UsesKernels
 from ppruntime.models.carry import Carry, MicroBatch
 from ppruntime.models.dims import ModelDims, Role, attention_role
 from ppruntime.models.documents import group_places, take_rows, window_slots
+from ppruntime.models.index_loss import Attended, Scoring, index_loss
 from ppruntime.models.indexer import Indexer
 from ppruntime.models.linear import GroupedLinear, Linear
 from ppruntime.models.norm import RMSNorm
@@ -94,6 +95,13 @@ class AttentionBase(UsesKernels):
         """[B, T, K] one key, which is its own value, for every token."""
         return self.kernels.rotate(self.kv_norm(self.kv(x_BTD)), rotation)
 
+    def taught(self, carry: Carry, scoring: Scoring, attended: Attended) -> Carry:
+        """The carry with this layer's loss of the indexer, weighted, in its sum."""
+        loss = index_loss(scoring, attended, self.dims.index_topk) * self.dims.indexer_loss_weight
+        if carry.index_loss is not None:
+            loss = carry.index_loss + loss
+        return carry._replace(index_loss=loss)
+
     def output(self, o_BTHK: Tensor) -> Tensor:
         """[B, T, D] by two projections; the first keeps groups of heads apart."""
         o_BTGX = o_BTHK.reshape(*o_BTHK.shape[:2], self.dims.o_groups, -1)
@@ -127,13 +135,16 @@ class Attention(AttentionBase):
         q_latent_BTQ = self.q_norm(self.q_a(x_BTD))
         q_BTHK = self.kernels.project_rotated(self.q_b, q_latent_BTQ, rotation, self.dims.num_heads)
         window_BTK = self._cached(self.window_keys(x_BTD, rotation), CacheFormat.FP8)
+        scoring = None
         if self.role is Role.SWA:
             keys_BNK, slots_BTW = window_BTK, window_slots(batch.positions, self.dims.window)
         else:
-            carry = self._share(x_BTD, q_latent_BTQ, rotation, carry, batch)
+            carry, scoring = self._share(x_BTD, q_latent_BTQ, rotation, carry, batch)
             assert carry.kv is not None, "a layer with compressed keys has none in its carry"
             assert carry.slots is not None, "a layer with compressed keys has no slot list"
             keys_BNK, slots_BTW = torch.cat((window_BTK, carry.kv), dim=1), carry.slots
+        if scoring is not None and self.dims.indexer_learns and torch.is_grad_enabled():
+            carry = self.taught(carry, scoring, Attended(q_BTHK, keys_BNK, slots_BTW, self.sink))
         o_BTHK = self.kernels.attend(q_BTHK, keys_BNK, slots_BTW, self.sink, rotation)
         return self.output(o_BTHK), carry
 
@@ -144,27 +155,23 @@ class Attention(AttentionBase):
         rotation: Rotation,
         carry: Carry,
         batch: MicroBatch,
-    ) -> Carry:
-        """The carry after this layer's part in making shared keys and selections."""
+    ) -> tuple[Carry, Scoring | None]:
+        """The carry after this layer's part in making shared keys and selections, and what it
+        scored entries with if it did."""
         if self.role is Role.REUSE:
-            return carry
+            return carry, None
         if self.role is Role.FULL:
             carry = self._compress(x_BTD, carry, batch)
-        assert carry.index_keys is not None, "an index source has no index keys in its carry"
-        selection = self.indexer(
-            x_BTD,
-            q_latent_BTQ,
-            rotation,
-            carry.index_keys,
-            batch.positions,
-            carry.candidates,
-        )
+        keys_BCI = carry.trained_index_keys if self.dims.indexer_learns else carry.index_keys
+        assert keys_BCI is not None, "an index source has no index keys in its carry"
+        scoring = self.indexer.scoring(x_BTD, q_latent_BTQ, rotation, keys_BCI)
+        selection = self.indexer(scoring, batch.positions, carry.candidates)
         # Compressed entries follow the row's own T keys in the list of keys.
         entries_BTk = selection.entries_BTk
         compressed_BTk = torch.where(entries_BTk >= 0, entries_BTk + x_BTD.shape[1], -1)
         window_BTW = window_slots(batch.positions, self.dims.window)
         slots_BTW = torch.cat((window_BTW, compressed_BTk), dim=-1).int()
-        return carry._replace(slots=slots_BTW, candidates=selection.candidates)
+        return carry._replace(slots=slots_BTW, candidates=selection.candidates), scoring
 
     def _compress(self, x_BTD: Tensor, carry: Carry, batch: MicroBatch) -> Carry:
         """The carry with new compressed keys and index keys, to which no old candidates apply."""
@@ -174,7 +181,10 @@ class Attention(AttentionBase):
         rotation = self.rope(first_positions_BC)
         kv_BCK = self._cached(self.kernels.rotate(latent_BCK, rotation), CacheFormat.NVFP4)
         index_keys = self.indexer.make_keys(latent_BCK, rotation)
-        return carry._replace(kv=kv_BCK, index_keys=index_keys, candidates=None)
+        carry = carry._replace(kv=kv_BCK, candidates=None)
+        if self.dims.indexer_learns:
+            return carry._replace(trained_index_keys=index_keys)
+        return carry._replace(index_keys=index_keys)
 
     def _cached(self, x: Tensor, cache_format: CacheFormat) -> Tensor:
         return through_cache(x, cache_format) if self.dims.quantize_cache else x

@@ -20,6 +20,8 @@ from ppruntime.models.carry import Carry, MicroBatch
 from ppruntime.models.compressor_v4 import CompressorV4
 from ppruntime.models.dims import ModelDims, Role
 from ppruntime.models.documents import first_entries, num_visible_entries, window_slots
+from ppruntime.models.index_loss import Attended, Scoring
+from ppruntime.models.indexer import gradients_to
 from ppruntime.models.linear import Linear
 from ppruntime.models.norm import inverse_rms
 from ppruntime.models.precision import widened
@@ -35,7 +37,8 @@ def visible_entries(positions_BT: Tensor, ratio: int) -> Tensor:
 
 
 class IndexerV4(UsesKernels):
-    """Scores the layer's compressed entries and picks the best for each query. Gets no gradient.
+    """Scores the layer's compressed entries and picks the best for each query. Learns as V4.1's
+    does (indexer.py), or not at all.
 
     The score is sum_h w_h relu(q_h . k), with keys from a narrower compressor of its own over the
     same groups of tokens. The released code turns q and k by one orthogonal (Hadamard) matrix
@@ -58,10 +61,9 @@ class IndexerV4(UsesKernels):
         self.compressor = CompressorV4(
             dims, width, ratio, overlaps=True, device=device, dtype=dtype
         )
-        self.requires_grad_(False)
+        self.requires_grad_(dims.indexer_learns)
 
-    @torch.no_grad()
-    def forward(
+    def scoring(
         self,
         x_BTD: Tensor,
         q_latent_BTQ: Tensor,
@@ -69,15 +71,22 @@ class IndexerV4(UsesKernels):
         *,
         positions_BT: Tensor,
         rope: Rope,
-    ) -> Tensor:
-        """[B, T, index_topk] int64 numbers of the chosen entries, ascending, then -1."""
+    ) -> Scoring:
+        """What the queries' scores are made of."""
         dims = self.dims
-        keys_BCI = self.compressor(x_BTD, positions_BT, rope)
-        q_BTHI = self.kernels.project_rotated(self.query, q_latent_BTQ, rotation, dims.index_heads)
-        weights_BTH = self.head_weights(x_BTD) * (dims.index_head_dim * dims.index_heads) ** -0.5
-        selection = self.kernels.select(
-            dims, q_BTHI, weights_BTH, keys_BCI, positions_BT, self.ratio
-        )
+        with gradients_to(self):
+            x_BTD = x_BTD.detach()
+            keys_BCI = self.compressor(x_BTD, positions_BT, rope)
+            q_BTHI = self.kernels.project_rotated(
+                self.query, q_latent_BTQ.detach(), rotation, dims.index_heads
+            )
+            scale = (dims.index_head_dim * dims.index_heads) ** -0.5
+            return Scoring(q_BTHI, self.head_weights(x_BTD) * scale, keys_BCI)
+
+    @torch.no_grad()
+    def forward(self, scoring: Scoring, positions_BT: Tensor) -> Tensor:
+        """[B, T, index_topk] int64 numbers of the chosen entries, ascending, then -1."""
+        selection = self.kernels.select(self.dims, *scoring, positions_BT, self.ratio)
         return selection.entries_BTk
 
 
@@ -106,21 +115,31 @@ class AttentionV4(AttentionBase):
             self.indexer = IndexerV4(dims, self.ratio, device=device, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, carry: Carry, batch: MicroBatch) -> tuple[Tensor, Carry]:
-        """The sublayer's output [B, T, D], and the carry as it came."""
+        """The sublayer's output [B, T, D], and the carry, but for the indexer's loss as it came."""
         positions_BT = batch.positions
         rotation = self.rope(positions_BT)
         q_latent_BTQ = self.q_norm(self.q_a(x_BTD))
         q_BTHK = self.kernels.rotate(self._query(q_latent_BTQ), rotation)
         window_BTK = self.window_keys(x_BTD, rotation)
         keys_BNK, slots_BTW = window_BTK, window_slots(positions_BT, self.dims.window)
+        scoring = None
         if self.role is not Role.SWA:
             entries_BCK = self.compressor(x_BTD, positions_BT, self.rope)
-            picked_BTk = self._picked(x_BTD, q_latent_BTQ, rotation, positions_BT)
+            if self.role is Role.HCA:
+                picked_BTk = visible_entries(positions_BT, self.ratio)
+            else:
+                scoring = self.indexer.scoring(
+                    x_BTD, q_latent_BTQ, rotation, positions_BT=positions_BT, rope=self.rope
+                )
+                picked_BTk = self.indexer(scoring, positions_BT)
             # Compressed entries follow the row's own T keys in the list of keys.
             picked_BTk = torch.where(picked_BTk >= 0, picked_BTk + x_BTD.shape[1], -1)
             keys_BNK = torch.cat((window_BTK, entries_BCK), dim=1)
             slots_BTW = torch.cat((slots_BTW, picked_BTk), dim=-1)
-        o_BTHK = self.kernels.attend(q_BTHK, keys_BNK, slots_BTW.int(), self.sink, rotation)
+        slots_BTW = slots_BTW.int()
+        if scoring is not None and self.dims.indexer_learns and torch.is_grad_enabled():
+            carry = self.taught(carry, scoring, Attended(q_BTHK, keys_BNK, slots_BTW, self.sink))
+        o_BTHK = self.kernels.attend(q_BTHK, keys_BNK, slots_BTW, self.sink, rotation)
         return self.output(o_BTHK), carry
 
     def _query(self, q_latent_BTQ: Tensor) -> Tensor:
@@ -129,14 +148,3 @@ class AttentionV4(AttentionBase):
         q_BTHK: Tensor = self.q_b(q_latent_BTQ).unflatten(-1, (heads, width))
         normed_BTHK = widened(q_BTHK) * inverse_rms(q_BTHK, self.dims.norm_eps)
         return normed_BTHK.to(q_BTHK.dtype)
-
-    def _picked(
-        self, x_BTD: Tensor, q_latent_BTQ: Tensor, rotation: Rotation, positions_BT: Tensor
-    ) -> Tensor:
-        """[B, T, k] numbers of the compressed entries that each query attends to; -1: none."""
-        if self.role is Role.HCA:
-            return visible_entries(positions_BT, self.ratio)
-        picked_BTk: Tensor = self.indexer(
-            x_BTD, q_latent_BTQ, rotation, positions_BT=positions_BT, rope=self.rope
-        )
-        return picked_BTk

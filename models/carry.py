@@ -42,24 +42,33 @@ class Carry(NamedTuple):
     kv: Tensor | None = None
     """kv_BCK compressed keys = values, rotated; needs gradient, summed over all consumers."""
     index_keys: Tensor | None = None
-    """ik_BCI keys of the indexer; no gradient while the indexer is frozen."""
+    """ik_BCI keys of a frozen indexer; no gradient."""
     slots: Tensor | None = None
     """slots_BTW int32: rows of [own keys of the T tokens, then kv] that a query sees; -1 is empty.
     The window comes first, then the selected entries."""
     candidates: Tensor | None = None
     """[B, T, blocks] bool: blocks of the document's entries that Reindex layers may choose from; no
     gradient; no blocks where none could be excluded."""
+    trained_index_keys: Tensor | None = None
+    """ik_BCI keys of an indexer that learns, in the others' place; needs gradient, summed over all
+    layers that score with them."""
     loss: Tensor | None = None
     """fp32 scalar from the head: cross-entropy summed over the valid labels."""
     balance_loss: Tensor | None = None
     """fp32 scalar: sequence balance losses of the MoE units run so far on this stage, weighted and
     summed over sequences; None if their weight is 0."""
+    index_loss: Tensor | None = None
+    """fp32 scalar: losses of the indexers run so far on this stage, weighted and summed over
+    sequences; None if their weight is 0."""
     loads: tuple[Tensor, ...] = ()
     """tokens_E int64 per MoE unit run so far on this stage: tokens that each expert received."""
 
 
-CROSSING = ("streams", "mix", "kv", "index_keys", "slots", "candidates")
+CROSSING = (
+    *("streams", "mix", "kv", "index_keys", "slots", "candidates"),
+    "trained_index_keys",
+)
 """Fields that may cross a stage boundary, in the order in which they do."""
 
-DIFFERENTIABLE = ("streams", "mix", "kv")
+DIFFERENTIABLE = ("streams", "mix", "kv", "trained_index_keys")
 """Crossing fields whose gradient is sent back by whoever received them."""

@@ -122,6 +122,8 @@ class ModelDims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """V4.1: keys pass through the cache's FP8 and FP4 formats (changes numerics)."""
     balance_loss_weight: float = 1e-4
     """Weight of the sequence balance loss; 0: none (changes numerics)."""
+    indexer_loss_weight: float = 0.0
+    """Weight of the loss that teaches the indexer; 0: it stays as it is (changes numerics)."""
     force_balanced_routing: bool = False
     """For benchmarks: experts follow from the token's place, spread evenly (changes numerics)."""
 
@@ -134,6 +136,11 @@ class ModelDims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def hands_on_mix(self) -> bool:
         """Whether a sublayer makes the weights with which the next one collapses the streams."""
         return self.family == "v41" and self.residual_type == "mhc"
+
+    @property
+    def indexer_learns(self) -> bool:
+        """Whether the indexer has a loss, and so gradients."""
+        return self.indexer_loss_weight > 0
 
     @property
     def num_slots(self) -> int:
@@ -226,7 +233,10 @@ class Counts:
     """6 x active: forward and backward, attention scores not counted (the MFU convention)."""
 
 
-CROSSING = ("streams", "mix", "kv", "index_keys", "slots", "candidates")
+CROSSING = (
+    *("streams", "mix", "kv", "index_keys", "slots", "candidates"),
+    "trained_index_keys",
+)
 """Carry fields that may cross a stage boundary, in order; the same as `carry.CROSSING`."""
 
 
@@ -306,7 +316,7 @@ def carry_shape(
             return (batch, seq_len, dims.num_streams), "float32"
         case "kv":
             return (batch, entries, dims.head_dim), dtype
-        case "index_keys":
+        case "index_keys" | "trained_index_keys":
             return (batch, entries, dims.index_head_dim), dtype
         case "slots":
             return (batch, seq_len, dims.num_slots), "int32"
@@ -385,7 +395,7 @@ def forward_flops_per_token(dims: ModelDims, spec: UnitSpec, seq_len: int) -> Fo
     )
 
 
-_COMPRESSED = ("kv", "index_keys", "candidates")
+_COMPRESSED = ("kv", "index_keys", "candidates", "trained_index_keys")
 
 
 def _ratio_in_force(dims: ModelDims, after: UnitSpec) -> int:
@@ -432,14 +442,15 @@ def _draft(dims: ModelDims, kind: UnitKind, layer: int | None) -> UnitSpec:
 
 def _shared_keys(dims: ModelDims, role: Role, layer: int) -> tuple[frozenset[str], frozenset[str]]:
     """What an attention half reads and writes of the keys that V4.1 layers share."""
+    index_keys = "trained_index_keys" if dims.indexer_learns else "index_keys"
     if role is Role.FULL:
-        made = {"kv", "index_keys", "slots"}
+        made = {"kv", index_keys, "slots"}
         return frozenset(), frozenset(
             made | ({"candidates"} if layer == dims.candidate_source else set())
         )
     if role is Role.REINDEX:
         restricted = dims.candidate_source is not None and layer > dims.candidate_source
-        read = {"kv", "index_keys"} | ({"candidates"} if restricted else set())
+        read = {"kv", index_keys} | ({"candidates"} if restricted else set())
         return frozenset(read), frozenset({"slots"})
     if role is Role.REUSE:
         return frozenset({"kv", "slots"}), frozenset()

@@ -50,8 +50,11 @@ def _size_problems(dims: ModelDims) -> list[str]:
         problems.append(
             f"num_streams is {dims.num_streams}; residual_type {dims.residual_type} has 1"
         )
-    if dims.balance_loss_weight < 0:
-        problems.append(f"balance_loss_weight is {dims.balance_loss_weight}; it cannot be below 0")
+    problems += [
+        f"{name} is {weight}; it cannot be below 0"
+        for name in ("balance_loss_weight", "indexer_loss_weight")
+        if (weight := getattr(dims, name)) < 0
+    ]
     return problems
 
 

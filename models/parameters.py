@@ -48,7 +48,7 @@ class ParameterSpec:
     fp32: bool = False
     """Stays fp32 in a bf16 model."""
     frozen: bool = False
-    """Gets no gradient: the indexer's, as nothing differentiable reads its picks."""
+    """Gets no gradient: an indexer's without a loss, as nothing differentiable reads its picks."""
 
     @property
     def numel(self) -> int:
@@ -166,12 +166,13 @@ def _compressor_v41(dims: ModelDims, ratio: int) -> Iterable[ParameterSpec]:
 
 
 def _indexer_v41(dims: ModelDims, *, with_keys: bool) -> Iterable[ParameterSpec]:
+    name, frozen = "attention.indexer", not dims.indexer_learns
     width = dims.index_heads * dims.index_head_dim
-    yield _matrix("attention.indexer.query", width, dims.q_lora_rank, frozen=True)
-    yield _matrix("attention.indexer.head_weights", dims.index_heads, dims.hidden_size, frozen=True)
+    yield _matrix(f"{name}.query", width, dims.q_lora_rank, frozen=frozen)
+    yield _matrix(f"{name}.head_weights", dims.index_heads, dims.hidden_size, frozen=frozen)
     if with_keys:
-        yield _matrix("attention.indexer.key", dims.index_head_dim, dims.head_dim, frozen=True)
-        yield _norm("attention.indexer.key_norm", dims.index_head_dim, frozen=True)
+        yield _matrix(f"{name}.key", dims.index_head_dim, dims.head_dim, frozen=frozen)
+        yield _norm(f"{name}.key_norm", dims.index_head_dim, frozen=frozen)
 
 
 def _compressor_v4(
@@ -185,11 +186,12 @@ def _compressor_v4(
 
 
 def _indexer_v4(dims: ModelDims, ratio: int) -> Iterable[ParameterSpec]:
-    name, width = "attention.indexer", dims.index_heads * dims.index_head_dim
-    yield _matrix(f"{name}.query", width, dims.q_lora_rank, frozen=True)
-    yield _matrix(f"{name}.head_weights", dims.index_heads, dims.hidden_size, frozen=True)
+    name, frozen = "attention.indexer", not dims.indexer_learns
+    width = dims.index_heads * dims.index_head_dim
+    yield _matrix(f"{name}.query", width, dims.q_lora_rank, frozen=frozen)
+    yield _matrix(f"{name}.head_weights", dims.index_heads, dims.hidden_size, frozen=frozen)
     yield from _compressor_v4(
-        dims, f"{name}.compressor", dims.index_head_dim, ratio, overlaps=True, frozen=True
+        dims, f"{name}.compressor", dims.index_head_dim, ratio, overlaps=True, frozen=frozen
     )
 
 

@@ -159,7 +159,8 @@ class HeadUnit(nn.Module):
 
     def forward(self, carry: Carry, batch: MicroBatch) -> Carry:
         loss = self.loss_of(self._hidden(carry), self.projection, batch.labels)
-        return Carry(loss=loss, balance_loss=carry.balance_loss, loads=carry.loads)
+        crossing: dict[str, Any] = dict.fromkeys(CROSSING)
+        return carry._replace(**crossing, loss=loss)
 
     def _hidden(self, carry: Carry) -> Tensor:
         """[B, T, D]: the collapsed streams after the final norm."""

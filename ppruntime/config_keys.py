@@ -40,7 +40,7 @@ ScheduleName: TypeAlias = Literal[
     "v_min",
     "dualpipe_v",
 ]
-TRAIN_KEYS_OF_DIMS = ("balance_loss_weight", "force_balanced_routing")
+TRAIN_KEYS_OF_DIMS = ("balance_loss_weight", "indexer_loss_weight", "force_balanced_routing")
 """Fields of `ModelDims` that are keys of [train], since they are no property of a checkpoint."""
 V_SCHEDULES = frozenset({"zb_v", "v_half", "v_min", "dualpipe_v"})
 """Orders that place stages in a V: rank r holds stages r and 2 P - 1 - r."""
@@ -167,6 +167,9 @@ class Train(Section, frozen=True):
     balance_loss_weight: NotNegative = 1e-4
     """Weight of the sequence balance loss of the MoE layers; 0 leaves it out. Goes into the model's
     dims. Changes numerics."""
+    indexer_loss_weight: NotNegative = 0.0
+    """Weight of the loss that draws each indexer's scores of its picks to the attention that these
+    get; 0 leaves the indexers as they are. Goes into the model's dims. Changes numerics."""
     routing_bias_rate: NotNegative = 0.0
     """Step of the sign rule that moves the routing bias; 0 leaves the bias alone. Changes
     numerics."""

@@ -29,7 +29,7 @@ from ppruntime.config_keys import (
     Train,
 )
 from ppruntime.models import fp8_linear_rules
-from ppruntime.models.dims import preset, validate
+from ppruntime.models.dims import Role, attention_role, preset, validate
 from ppruntime.models.kernel_limits import AttentionOp, misfit
 from ppruntime.models.kernel_limits import Backend as AttentionBackend
 
@@ -587,6 +587,14 @@ def _routing(config: Config) -> Iterator[Broken]:
         )
 
 
+def _indexer_loss(config: Config) -> Iterator[Broken]:
+    dims = config.model.dims
+    key, weight = "train.indexer_loss_weight", config.train.indexer_loss_weight
+    roles = {attention_role(dims, layer) for layer in range(len(dims.compress_ratios))}
+    if weight and not roles & {Role.FULL, Role.REINDEX, Role.CSA}:
+        yield key, f"{key} = {weight:g} has no effect: no layer has an indexer; leave it out"
+
+
 def _attention_kernels(config: Config) -> Iterator[Broken]:
     kernels = config.kernels
     for op in AttentionOp:
@@ -683,6 +691,7 @@ _RULES: tuple[Rule, ...] = (
     _learning_rate,
     _learning_rate_warmup,
     _routing,
+    _indexer_loss,
     _attention_kernels,
     _layer_kernels,
     _gemm_sms,

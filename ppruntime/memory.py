@@ -26,7 +26,7 @@ from ppruntime.recompute import kept_points
 _FP32 = 4
 _BF16 = 2
 _MOMENTS = 2
-_DIFFERENTIABLE = ("streams", "mix", "kv")
+_DIFFERENTIABLE = ("streams", "mix", "kv", "trained_index_keys")
 """Carry fields whose gradient is sent back; the same as `carry.DIFFERENTIABLE`."""
 
 

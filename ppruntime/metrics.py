@@ -59,6 +59,8 @@ class StepMetrics:
     """By MoE layer: the busiest expert's tokens over the mean of all experts; 1 is balanced."""
     val_loss: float | None = None
     """Validation loss after this step, where it was measured."""
+    index_loss: float | None = None
+    """Weighted losses of all indexers, mean over sequences; None while they are frozen."""
     skipped_in_a_row: int = 0
     """Steps up to this one whose update was skipped since loss or norm was not finite; 0: this one
     was updated."""

@@ -172,6 +172,7 @@ class Reporter:
             tokens=tokens,
             max_loads=result.max_loads,
             val_loss=val_loss,
+            index_loss=result.index_loss,
             memory=memory,
             skipped_in_a_row=result.skipped_in_a_row,
         )

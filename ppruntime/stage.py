@@ -30,6 +30,7 @@ class _InFlight:
     output_edges: tuple[GradientEdge | None, ...]
     loss_edge: GradientEdge | None
     balance_edge: GradientEdge | None
+    index_edge: GradientEdge | None
 
 
 class Stage:
@@ -37,8 +38,8 @@ class Stage:
 
     `inputs` and `outputs` name the carry's fields that cross the boundary before and after the
     stage, in the boundary's order. `queue` gathers the weight gradients that `backward_input` puts
-    off. The losses and expert loads of a step lie in `losses`, `balance_losses` and `loads`, one
-    entry per micro-batch in the order of the forwards, until `reset`.
+    off. The losses and expert loads of a step lie in `losses`, `balance_losses`, `index_losses` and
+    `loads`, one entry per micro-batch in the order of the forwards, until `reset`.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Stage:
         self.outputs = outputs
         self.losses: list[Tensor] = []
         self.balance_losses: list[Tensor] = []
+        self.index_losses: list[Tensor] = []
         self.loads: list[tuple[Tensor, ...]] = []
         self._grad_inputs = tuple(name in DIFFERENTIABLE for name in inputs)
         self._grad_outputs = tuple(i for i, name in enumerate(outputs) if name in DIFFERENTIABLE)
@@ -79,9 +81,10 @@ class Stage:
 
     def reset(self, *, loss_seed: Tensor, balance_seed: Tensor) -> None:
         """Starts a step. The seeds are the gradients of the step's loss with respect to one
-        micro-batch's summed cross-entropy and balance loss: fp32 scalars on the stage's device."""
+        micro-batch's summed cross-entropy and balance loss (the indexers' loss has the balance
+        loss's): fp32 scalars on the stage's device."""
         assert not self.num_in_flight, f"stage {self.index} starts a step with work left over"
-        self.losses, self.balance_losses, self.loads = [], [], []
+        self.losses, self.balance_losses, self.index_losses, self.loads = [], [], [], []
         self._loss_seed, self._balance_seed = loss_seed, balance_seed
 
     def forward(
@@ -103,6 +106,7 @@ class Stage:
             output_edges=tuple(_edge(outputs[i]) for i in self._grad_outputs),
             loss_edge=_edge(carry.loss),
             balance_edge=_edge(carry.balance_loss),
+            index_edge=_edge(carry.index_loss),
         )
         return tuple(output.detach() for output in outputs)
 
@@ -125,6 +129,7 @@ class Stage:
         for edge, grad in (
             *zip(flight.output_edges, grads, strict=True),
             (flight.balance_edge, self._balance_seed),
+            (flight.index_edge, self._balance_seed),
             (flight.loss_edge, self._loss_seed),
         ):
             if edge is not None:
@@ -168,6 +173,8 @@ class Stage:
             self.losses.append(carry.loss.detach())
         if carry.balance_loss is not None:
             self.balance_losses.append(carry.balance_loss.detach())
+        if carry.index_loss is not None:
+            self.index_losses.append(carry.index_loss.detach())
         self.loads.append(carry.loads)
         return carry
 

@@ -38,6 +38,8 @@ class StepResult:
     """Cross-entropy per valid token of the whole batch."""
     balance_loss: float | None
     """Weighted sequence balance losses of all layers, mean over sequences; None without any."""
+    index_loss: float | None
+    """Weighted losses of all indexers, mean over sequences; None while they are frozen."""
     grad_norm: float
     """Global norm before clipping."""
     lr: float
@@ -123,7 +125,7 @@ class Trainer:
         for stage in pipeline.stages.values():
             stage.flush_weight_grads()
         reduce_grads(units, self._ranks.data_group)
-        loss, balance_loss = self._mean_losses(num_valid)
+        loss, balance_loss, index_loss = self._mean_losses(num_valid)
         norm = global_norm(
             pipeline.params,
             pipeline.param_order,
@@ -140,6 +142,7 @@ class Trainer:
         return StepResult(
             loss=loss,
             balance_loss=balance_loss,
+            index_loss=index_loss,
             grad_norm=float(norm),
             lr=self._lr(index),
             max_loads=self._settle_routing(moves=not skips),
@@ -176,26 +179,30 @@ class Trainer:
 
     @property
     def _sequences_per_rank(self) -> int:
-        """Sequences of a step on one data rank. Balance losses are summed over sequences."""
+        """Sequences of a step on one data rank. Layers' losses are summed over sequences."""
         return self._config.train.num_micro_batches * self._config.train.micro_batch_size
 
-    def _mean_losses(self, num_valid: int) -> tuple[float, float | None]:
-        """The step's loss per valid token and balance loss per sequence, the same on every rank."""
+    def _mean_losses(self, num_valid: int) -> tuple[float, float | None, float | None]:
+        """The step's loss per valid token, and per sequence the balance loss and the indexers',
+        the same on every rank."""
         stages = self.pipeline.stages.values()
-        sums = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for stage in stages:
-            for value in stage.losses:
-                sums[0] += value
-            for value in stage.balance_losses:
-                sums[1] += value
+            found = (stage.losses, stage.balance_losses, stage.index_losses)
+            for i, values in enumerate(found):
+                for value in values:
+                    sums[i] += value
         # Ranks without a loss add exact zeros, so the sum over the pipeline is the owner's bits.
         dist.all_reduce(sums, group=self._ranks.pipeline_group)
         if (num_data_ranks := self._ranks.layout.num_data_ranks) > 1:
             dist.all_reduce(sums, group=self._ranks.data_group)
-        loss, balance = sums.tolist()
-        if not self.pipeline.dims.balance_loss_weight:
-            return loss / num_valid, None
-        return loss / num_valid, balance / (self._sequences_per_rank * num_data_ranks)
+        loss, balance, index = sums.tolist()
+        dims, num_sequences = self.pipeline.dims, self._sequences_per_rank * num_data_ranks
+        return (
+            loss / num_valid,
+            balance / num_sequences if dims.balance_loss_weight else None,
+            index / num_sequences if dims.indexer_learns else None,
+        )
 
     def _skips(self, index: int, loss: float, norm: float) -> bool:
         """Whether the step is not finite and is to be skipped; raises where it may not be. Loss and

@@ -63,6 +63,8 @@ OTHER_DIMS = [
     ("tiny", {"num_streams": 3, "sinkhorn_iters": 1, "rope_dim": 8, "o_groups": 1}),
     ("tiny", {"index_sources": (2, 4, 6, 7), "engram_layers": (0,), "engram_max_order": 3}),
     ("tiny", {"candidate_source": None, "compress_ratios": (0, 0, 3, 3, 5, 5, 5, 5)}),
+    ("tiny", {"indexer_loss_weight": 0.5, "engram_layers": ()}),
+    ("tiny-v4", {"indexer_loss_weight": 0.5}),
     ("tiny", {"residual_type": "gated"}),
     ("tiny", {"residual_type": "layerscale"}),
     ("tiny-v4", {"residual_type": "gated"}),

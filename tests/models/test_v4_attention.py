@@ -146,7 +146,8 @@ def test_the_indexer_picks_the_entries_with_the_highest_written_out_scores():
     x = random_input(num_tokens)
     positions = torch.arange(num_tokens)[None]
     q_latent = attention.q_norm(attention.q_a(x))
-    picked = indexer(x, q_latent, rope(positions), positions_BT=positions, rope=rope)[0]
+    made = indexer.scoring(x, q_latent, rope(positions), positions_BT=positions, rope=rope)
+    picked = indexer(made, positions)[0]
 
     keys = naive_entries(indexer.compressor, x[0], rope)
     queries = rotate(indexer.query(q_latent).view(1, num_tokens, heads, width), rope(positions))[0]
@@ -178,9 +179,9 @@ def test_the_softmax_is_joint_over_window_entries_and_sink_and_the_output_is_tur
     if role is not Role.SWA:
         entries = naive_entries(attention.compressor, x[0], rope)
     if role is Role.CSA:
-        picks = attention.indexer(x, q_latent, rope(positions), positions_BT=positions, rope=rope)[
-            0
-        ]
+        indexer, places = attention.indexer, {"positions_BT": positions, "rope": rope}
+        scoring = indexer.scoring(x, q_latent, rope(positions), **places)
+        picks = indexer(scoring, positions)[0]
     heads, width = DIMS.num_heads, DIMS.head_dim
     q = attention.q_b(q_latent).view(num_tokens, heads, width)
     q = q / (q.square().mean(-1, keepdim=True) + DIMS.norm_eps).sqrt()

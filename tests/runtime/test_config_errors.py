@@ -385,6 +385,11 @@ RULES = [
         'kernels.mhc = "triton" does not run with train.precision = "fp32"; use "reference"',
     ),
     (
+        "train.indexer_loss_weight=0.1 model.name=tiny-v4 "
+        "model.compress_ratios=[0,0,16,16,16,16,0,0]",
+        "train.indexer_loss_weight = 0.1 has no effect: no layer has an indexer; leave it out",
+    ),
+    (
         "model.residual_type=gated model.num_streams=4",
         "model: num_streams is 4; residual_type gated has 1",
     ),
