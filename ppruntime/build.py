@@ -91,6 +91,8 @@ class Pipeline:
     transport: Transport
     host_pool: HostPool
     """Where activations and masters lie that are off the device; empty without any."""
+    slot_bytes: int
+    """Receive buffers that this rank's channels were opened with."""
     training: Executor
     evaluation: Executor
 
@@ -214,6 +216,11 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
         dispatcher=dispatcher,
         transport=transport,
         host_pool=host_pool,
+        slot_bytes=sum(
+            channel.slots * channel.boundary.slot_bytes
+            for channel in outline.channels
+            if channel.dst_rank == ranks.pp_rank != channel.src_rank
+        ),
         training=executor(order.lowered, training=True),
         evaluation=executor(evaluation, training=False),
     )

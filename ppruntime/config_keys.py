@@ -249,6 +249,9 @@ class Run(Section, frozen=True):
     """Steps between two progress lines. No numerics."""
     timeline_step: Annotated[int, Meta(ge=0)] | None = None
     """Step whose op times become the timeline, from 0. Default: the last one. No numerics."""
+    memory_timeline: bool | None = None
+    """Count live bytes around every op of that step, and write them beside the ledger's. Default:
+    on CUDA, whose allocator counts anyway; a CPU step is slowed down by it. No numerics."""
     tensorboard: bool = True
     """Write TensorBoard events when the package is there. No numerics."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -20,6 +20,7 @@ from ppruntime.activation_offload import ActivationOffload
 from ppruntime.clocks import Clock, OpTimes
 from ppruntime.master_moments import master_moments
 from ppruntime.master_offload import MasterOffload
+from ppruntime.memory_watch import MemoryWatch
 from ppruntime.models.carry import MicroBatch
 from ppruntime.schedules.ops import Kind, Op, Schedule, ScheduleError
 from ppruntime.transports.base import Channel, Transport
@@ -116,9 +117,10 @@ class Executor:
         batches: Sequence[MicroBatch],
         *,
         stage_done: Callable[[int], None] | None = None,
+        watch: MemoryWatch | None = None,
     ) -> None:
         """Runs the order over `batches`, one entry per micro-batch. `stage_done` is called with
-        each stage behind its last op.
+        each stage behind its last op; `watch` counts memory around every op.
 
         Losses and gradients are left in the stages, the ops' times in `op_times`. An error ends the
         transport for all ranks and carries the op it happened in.
@@ -129,7 +131,8 @@ class Executor:
         clock.start_step()
         text = "no op"
         try:
-            for text, act in self._labelled() if _profiler_enabled() else self._program:
+            program = self._labelled() if _profiler_enabled() else iter(self._program)
+            for text, act in program if watch is None else watch.watched(program):
                 start = self._ready = clock()
                 act()
                 times.append(OpTimes(text, start, self._ready, clock()))

@@ -42,6 +42,7 @@ class HostPool:
         # The longest free first: its last copy is over, and a new one need not wait for it.
         self._free: deque[Page] = deque()
         self._num_pages = 0
+        self._addresses = set[int]()
 
     @property
     def num_bytes(self) -> int:
@@ -52,6 +53,10 @@ class HostPool:
     def num_bytes_used(self) -> int:
         """Bytes of the pages that hold something."""
         return (self._num_pages - len(self._free)) * self.page_bytes
+
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it is the memory of one of the pages."""
+        return storage.data_ptr() in self._addresses
 
     def take(self, num_bytes: int) -> list[Page]:
         """Pages for so many bytes. The caller owns them until `give`."""
@@ -75,6 +80,7 @@ class HostPool:
             )
             raise
         self._num_pages += 1
+        self._addresses.add(memory.untyped_storage().data_ptr())
         return Page(memory)
 
 

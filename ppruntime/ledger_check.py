@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ppruntime.config import ConfigError, load
 from ppruntime.ledger import check_text
+from ppruntime.memory_record import peaks_text, read_memory
 from ppruntime.metrics import read_metrics
 
 
@@ -24,4 +25,7 @@ def run_check_text(run_dir: Path) -> str:
     if last is None:
         raise ConfigError(f"{metrics} has no memory numbers yet; a step of the run writes them")
     title = f"{run_dir}, step {last.step}, {configs[-1].name}"
-    return f"{title}\n\n{check_text(load([configs[-1]]), last.memory)}"
+    text = f"{title}\n\n{check_text(load([configs[-1]]), last.memory)}"
+    if (over_a_step := read_memory(run_dir / "memory.json")) is not None:
+        text += f"\n\nover step {over_a_step.step}, see memory.svg:\n{peaks_text(over_a_step)}"
+    return text

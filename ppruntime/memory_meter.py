@@ -8,25 +8,40 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ppruntime.ledger import MeasuredMemory
+from ppruntime.memory_watch import DeviceCounter, MemoryWatch, TensorCounter
 from ppruntime.messages import gather_bytes
 from ppruntime.models.dispatch import Checked
 from ppruntime.trainer import Trainer
+from ppruntime.wrap import gathered_weights
 
 
 class MemoryMeter:
-    """Counts over one step at a time. On a CPU nobody counts live tensors: there is no peak."""
+    """Counts over one step at a time. On a CPU nobody counts live tensors: there is a peak only of
+    a step that is watched."""
 
     def __init__(self, trainer: Trainer, *, rank: int, device: torch.device) -> None:
         self._trainer, self._rank = trainer, rank
         self._device = device if device.type == "cuda" else None
+
+    def watch(self) -> MemoryWatch:
+        """Of the next step, op by op."""
+        if self._device is not None:
+            return MemoryWatch(DeviceCounter(self._device))
+        pipeline = self._trainer.pipeline
+        units = [unit for _, unit in pipeline.units]
+        standing = (*self._trainer.state_tensors().values(), *gathered_weights(units))
+        counter = TensorCounter(
+            standing, other_bytes=pipeline.slot_bytes, is_elsewhere=pipeline.host_pool.has
+        )
+        return MemoryWatch(counter)
 
     def start(self) -> None:
         """A step begins."""
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def read(self) -> MeasuredMemory:
-        """What this rank had since `start`."""
+    def read(self, watch: MemoryWatch | None = None) -> MeasuredMemory:
+        """What this rank had since `start`; `watch`: by which the step was watched."""
         params, peak, reserved = self._trainer.pipeline.params, None, None
         if self._device is not None:
             stats = torch.cuda.memory_stats(self._device)
@@ -35,6 +50,8 @@ class MemoryMeter:
             if isinstance(dispatcher, Checked):
                 peak += dispatcher.outside_bytes
                 reserved += dispatcher.outside_bytes
+        if watch is not None:
+            peak = max(peak or 0, watch.peak_bytes)
         moments = {
             name: tensor
             for name, tensor in self._trainer.state_tensors().items()
@@ -48,9 +65,11 @@ class MemoryMeter:
             reserved_bytes=reserved,
         )
 
-    def gather(self, group: ProcessGroup) -> tuple[MeasuredMemory, ...]:
+    def gather(
+        self, group: ProcessGroup, watch: MemoryWatch | None = None
+    ) -> tuple[MeasuredMemory, ...]:
         """`read` of every rank of the pipeline. A collective."""
-        found = gather_bytes(msgspec.json.encode(self.read()), group)
+        found = gather_bytes(msgspec.json.encode(self.read(watch)), group)
         return tuple(msgspec.json.decode(each, type=MeasuredMemory) for each in found)
 
 

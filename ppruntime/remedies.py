@@ -165,8 +165,8 @@ def _copies(config: Config) -> str:
         )
     if masters := max(_masters(config, plan)):
         parts.append(
-            f"{short_bytes(masters)} of masters go there and back once a step,"
-            f" {1e3 * masters / LINK_BYTES_PER_SECOND:.3g} ms each way at {rate}, beside computations"
+            f"{short_bytes(masters)} of masters go there and back once a step, beside"
+            f" computations, {1e3 * masters / LINK_BYTES_PER_SECOND:.3g} ms each way at {rate}"
         )
     return "".join(f"; {part}" for part in parts)
 

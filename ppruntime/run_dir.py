@@ -8,6 +8,7 @@
         tensorboard/          events, if the package is there
         status.json           how it stands or how it ended; replaced
         timeline.svg          ops of one step of the last start; replaced, like trace.json
+        memory.svg            memory over that step, if it was watched; numbers in memory.json
         lock                  who uses it now
 
 Rank 0 opens the directory; the other ranks are told its path.
@@ -115,6 +116,14 @@ class RunDir:
     @property
     def timeline(self) -> Path:
         return self.path / "timeline.svg"
+
+    @property
+    def memory(self) -> Path:
+        return self.path / "memory.json"
+
+    @property
+    def memory_picture(self) -> Path:
+        return self.path / "memory.svg"
 
     @property
     def trace(self) -> Path:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import torch
 
 from ppruntime import checkpoint
@@ -22,7 +23,9 @@ from ppruntime.data import Batches, open_data
 from ppruntime.expert_exchange import DispatchError
 from ppruntime.manifest import CheckpointError, TrainingState, find
 from ppruntime.memory_meter import MemoryMeter
-from ppruntime.messages import any_rank, broadcast_bytes, first_complaint
+from ppruntime.memory_record import RankMemory, beside_the_ledger, write_memory
+from ppruntime.memory_watch import MemoryWatch
+from ppruntime.messages import any_rank, broadcast_bytes, first_complaint, gather_bytes
 from ppruntime.nonfinite import Skips
 from ppruntime.profiling import align_clocks, gather_step, write_timeline
 from ppruntime.ranks import Layout, Ranks, check_world, join, leave, started_rank
@@ -226,17 +229,20 @@ class _Loop:
             done = index + 1
             start = time.perf_counter()
             meter.start()
-            with self._in(f"step {done}"):
-                result = self.trainer.step(index, self.train_data)
+            watch = meter.watch() if index == timeline_step and self._watches_memory else None
+            with self._in(f"step {done}"), watch or nullcontext():
+                result = self.trainer.step(index, self.train_data, watch=watch)
             seconds = time.perf_counter() - start
             with self._in(f"the records of step {done}"):
-                memory = meter.gather(self.ranks.pipeline_group)
+                memory = meter.gather(self.ranks.pipeline_group, watch)
                 val_loss = self._validate(done)
                 state = self._state(done)
                 if self.reporter is not None:
                     self.reporter.step(done, result, seconds, state.tokens, val_loss, memory)
                 if index == timeline_step:
                     self._write_timeline(done)
+                if watch is not None:
+                    self._write_memory(done, watch)
                 asked = self.termination.asked
                 stops = any_rank(asked is not None, self.ranks.world_group) and done < num_steps
             interval = self.config.checkpoint.interval
@@ -300,6 +306,24 @@ class _Loop:
             group=self.ranks.world_group,
             keep_last=self.config.checkpoint.keep_last,
         )
+
+    @property
+    def _watches_memory(self) -> bool:
+        wanted = self.config.run.memory_timeline
+        return self.ranks.device.type == "cuda" if wanted is None else wanted
+
+    def _write_memory(self, done: int, watch: MemoryWatch) -> None:
+        """The step's memory of the first pipeline, beside the ledger's."""
+        if self.ranks.data_rank != 0:
+            return
+        mine = msgspec.json.encode(RankMemory(self.ranks.pp_rank, watch.ops))
+        found = gather_bytes(mine, self.ranks.pipeline_group)
+        if self.reporter is not None:
+            run_dir = self.reporter.run_dir
+            ranks = [msgspec.json.decode(each, type=RankMemory) for each in found]
+            memory = beside_the_ledger(self.config, done, ranks)
+            title = f"{self.config.model.name}, step {done}"
+            write_memory(memory, run_dir.memory, run_dir.memory_picture, title=title)
 
     def _write_timeline(self, done: int) -> None:
         """The step's ops of the first pipeline, measured and planned."""

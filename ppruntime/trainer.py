@@ -15,6 +15,7 @@ from ppruntime.build import Pipeline
 from ppruntime.config import Config
 from ppruntime.config_keys import Optim
 from ppruntime.data import Batches
+from ppruntime.memory_watch import MemoryWatch
 from ppruntime.messages import any_rank
 from ppruntime.models.carry import MicroBatch
 from ppruntime.models.dims import UnitKind, unit_specs
@@ -103,8 +104,8 @@ class Trainer:
             stride=torch.empty(shape, device="meta").stride(),
         )
 
-    def step(self, index: int, data: Batches) -> StepResult:
-        """Forward, backward and update of step `index`, counted from 0.
+    def step(self, index: int, data: Batches, *, watch: MemoryWatch | None = None) -> StepResult:
+        """Forward, backward and update of step `index`, counted from 0; `watch` counts memory.
 
         If loss or norm is not finite on some rank, every rank skips the update, or raises
         NonFiniteError before it (with updates in the backward, behind them).
@@ -119,7 +120,7 @@ class Trainer:
             assert isinstance(self._optimizer, SignSGD), "config_rules lets no other through"
             set_lr(self._optimizer, self._lr(index))
             applied = ApplyInBackward(pipeline, self._optimizer, self._ranks.data_group)
-        pipeline.training.run(self._batches(index, data), stage_done=applied)
+        pipeline.training.run(self._batches(index, data), stage_done=applied, watch=watch)
         if isinstance(pipeline.dispatcher, Checked):
             pipeline.dispatcher.check()
         for stage in pipeline.stages.values():

@@ -7,7 +7,7 @@ that its hooks see whole units; compilation last, so that it sees both.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -140,6 +140,23 @@ def release_gathered(units: Sequence[nn.Module]) -> None:
             module.reshard()
 
 
+def gathered_weights(units: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
+    """The memory into which FSDP gathers parameters; empty between steps."""
+    for module in (m for unit in units for m in unit.modules()):
+        if isinstance(module, FSDPModule):
+            for group in _groups(module):
+                for parameter in group.fsdp_params:
+                    yield from parameter.all_gather_outputs
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    """FSDP's own records of a module's parameters."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # one group in older releases
+    found = [state._fsdp_param_group] if groups is None else groups
+    return [group for group in found if group is not None]
+
+
 def hold_gradients(units: Sequence[nn.Module]) -> None:
     """Before a step: gradients are summed on this rank, and parameters stay gathered, until
     `reduce_grads`. Without FSDP there is nothing to do."""
@@ -169,12 +186,9 @@ def reduce_grads(units: Sequence[nn.Module], data_group: dist.ProcessGroup) -> N
         unit.set_requires_gradient_sync(True)
         for module in unit.modules():
             if isinstance(module, FSDPModule):
-                state = module._get_fsdp_state()
-                groups = getattr(state, "_fsdp_param_groups", None)  # one group in older releases
-                for group in [state._fsdp_param_group] if groups is None else groups:
-                    if group is not None:
-                        _widen_gradients(group)
-                        group.post_backward()
+                for group in _groups(module):
+                    _widen_gradients(group)
+                    group.post_backward()
         unit._get_fsdp_state()._root_post_backward_final_callback()
         for parameter in unit.parameters():
             if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):

@@ -38,6 +38,7 @@ Better ones   problem         an order's op classes
               list_scheduler  builds an order op by op in time
               search          from the handmade orders on, never worse
 Pictures      draw            text, SVG, Chrome trace
+              draw_memory     memory over one rank's ops
 """
 
 from ppruntime.schedules.orders import NAMES, make

@@ -18,6 +18,7 @@ from ppruntime.ledger import (
     predict,
 )
 from ppruntime.ledger_check import run_check_text
+from ppruntime.memory_record import read_memory
 from ppruntime.metrics import read_metrics
 from ppruntime.plan_report import report
 from ppruntime.remedies import out_of_memory_text, remedies
@@ -45,19 +46,32 @@ def test_rows_are_the_plans_and_every_byte_is_in_one(schedule, mode):
 
 
 def test_a_run_measures_what_stays_between_steps_and_check_puts_it_beside(tmp_path, run_ranks):
-    run_dir, overrides = tmp_path / "run", ("train.steps=1", "train.precision=bf16", "pp.size=2")
+    run_dir = tmp_path / "run"
+    overrides = ("train.steps=2", "train.precision=bf16", "pp.size=2", "train.seq_len=64")
+    overrides += ("run.memory_timeline=true",)
     with pytest.raises(ConfigError, match="holds no run"):
         run_check_text(run_dir)
     assert [code for code, *_ in run_ranks(2, train, str(run_dir), overrides)] == [0, 0]
-    (step,) = read_metrics(run_dir / "metrics.jsonl")
+    first, step = read_metrics(run_dir / "metrics.jsonl")
+    over_the_step = read_memory(run_dir / "memory.json")
+    assert over_the_step.step == 2
     for ledger, found in zip(predict(tiny(*overrides)), step.memory, strict=True):
         assert found.resting_parameters == ledger.resting_parameters
         assert found.optimizer == ledger.optimizer
-        assert found.peak_bytes is found.reserved_bytes is None, "a CPU counts no peak"
+        assert first.memory[ledger.rank].peak_bytes is None, "a CPU counts where it is told to"
+        ops = over_the_step.ranks[ledger.rank].ops
+        assert found.peak_bytes == max(op.peak_bytes for op in ops)
+        assert [op.op for op in ops if op.predicted_bytes] == [m.op for m in ledger.moments]
+        for op in ops:
+            if op.predicted_bytes and "F" in op.op:  # a backward has gradients under way besides
+                assert op.predicted_bytes == pytest.approx(op.live_bytes, rel=0.03), op
+            elif op.predicted_bytes:
+                assert 0.9 * op.peak_bytes < op.predicted_bytes < 1.15 * op.peak_bytes, op
+    assert (run_dir / "memory.svg").exists()
     text = run_check_text(run_dir)
-    assert "step 1" in text
+    assert "step 2" in text
     assert text.count("+0.00%") == 4
-    assert "not measured" in text
+    assert "rank 1: predicted peak" in text
 
 
 def test_slack_stands_apart_from_live_bytes():
@@ -72,6 +86,9 @@ def test_slack_stands_apart_from_live_bytes():
     (slack,) = (row for row in rows if "allocator slack" in row)
     assert live.endswith("+2.00%")
     assert slack.split()[-1] == slack.split()[-4] == "-"
+    assert "not measured" not in "".join(rows)
+    unknown = MeasuredMemory(0, ledger.resting_parameters, ledger.optimizer, None, None)
+    assert "not measured" in check_text(config, [unknown])
 
 
 def test_remedies_fit_and_the_cheapest_comes_first():
