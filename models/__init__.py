@@ -12,7 +12,8 @@ attention   attention (V4.1), attention_v4, compressor_v4, indexer, selection (t
             chooses), kernel_limits (sizes that kernels take; without torch)
 residual    residual (what a unit calls), mhc, mhc_v4 (the head's collapse), engram
 experts     moe, router, experts, expert_rows, expert_products; fp8_experts (over kernels/),
-            fp8_expert_rules (their bytes; without torch), weight_copies (made once an update);
+            fp8_expert_rules (their bytes) and row_slices (what 32 bits reach; both without torch),
+            weight_copies (made once an update);
             dispatch (the interface: to the experts wherever they are), all_to_all, fp8_wire (rows
             on the way), token_dispatch (over token_buffer and token_experts), mega_moe (fused:
             over mega_moe_arena, the memory that ranks share, mega_moe_plan, where rows go, and

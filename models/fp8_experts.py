@@ -32,6 +32,7 @@ from ppruntime.models.kernels.expert_backends import ExpertBackend, ExpertKernel
 from ppruntime.models.kernels.grouped_gemm import MOST_MICRO_BATCHES, WeightGradOperands
 from ppruntime.models.kernels.moe_layout import Layout, padded_rows
 from ppruntime.models.kernels.quantize import GROUP, Quantized
+from ppruntime.models.row_slices import MOST_ELEMENTS, token_slices
 from ppruntime.models.weight_copies import WeightCopies, WeightVersion
 
 
@@ -107,6 +108,9 @@ class _Held:
 class Fp8Experts(WeightCopies):
     """The routed experts of one layer, or those `held` here; parameters as in `experts.Experts`."""
 
+    most_elements = MOST_ELEMENTS
+    """Of one tensor of the pool."""
+
     def __init__(
         self,
         dims: ModelDims,
@@ -134,12 +138,24 @@ class Fp8Experts(WeightCopies):
         """sum_k weights_nk expert_nk(x_n), [N, D] in x's dtype (bf16, or fp32 for tests).
 
         experts_NK: counted from the first one held, distinct within a token, -1 for nowhere;
-        weights_NK fp32.
+        weights_NK fp32. A micro-batch that 32-bit offsets do not reach is computed in parts; each
+        counts for `fused_wgrad_micro_batches`.
         """
-        y_ND: Tensor = _Fp8Experts.apply(  # type: ignore[no-untyped-call]
-            x_ND, weights_NK, self.gate_up.weight, self.down.weight, experts_NK, self
-        )
-        return y_ND
+        num_tokens, per_token = experts_NK.shape
+        num_experts, *widths = self.gate_up.weight.shape
+        parts = token_slices(num_tokens, per_token, num_experts, max(widths), self.most_elements)
+        y = [
+            _Fp8Experts.apply(  # type: ignore[no-untyped-call]
+                x_ND[part],
+                weights_NK[part],
+                self.gate_up.weight,
+                self.down.weight,
+                experts_NK[part],
+                self,
+            )
+            for part in parts
+        ]
+        return y[0] if len(y) == 1 else torch.cat(y)
 
     def quantized(self) -> ExpertWeights:
         """The FP8 weights, made once per version."""
@@ -211,6 +227,12 @@ class Fp8Experts(WeightCopies):
         dtype: torch.dtype,
     ) -> list[Tensor]:
         """Also of rows that come in FP8, which are not rounded again."""
+        num_rows, widest = padded_rows(counts), max(self.gate_up.weight.shape[1:])
+        if num_rows * widest > self.most_elements:
+            raise ValueError(
+                f"{num_rows} rows of {widest} values came at once, kernels count to"
+                f" {self.most_elements} elements; raise moe.dispatch.token_chunks"
+            )
         y_ND, z_PC, *rest = _forward_passes(
             self.kernels,
             x if isinstance(x, Tensor) else Quantized(*x),
@@ -221,10 +243,10 @@ class Fp8Experts(WeightCopies):
             limit=self.limit,
             power_of_two=self.options.power_of_two_scales,
             gemm_sms=self.options.gemm_sms,
-            num_rows=padded_rows(counts),
+            num_rows=num_rows,
+            keeps_z=self.options.keep_expert_activations,
             dtype=dtype,
         )
-        z_PC = z_PC if self.options.keep_expert_activations else z_PC.new_empty(0)
         return [y_ND, z_PC, *rest]
 
     def over_tokens_backward(
@@ -243,7 +265,7 @@ class Fp8Experts(WeightCopies):
             grad if isinstance(grad, Tensor) else Quantized(*grad),
             weights_NK,
             Quantized(x8, x_scale),
-            z_PC if z_PC.numel() else None,
+            z_PC if self.options.keep_expert_activations else None,
             Layout(*layout),
             weights,
             dtype,
@@ -369,9 +391,11 @@ def _forward_op(
     backend: str,
     power_of_two: bool,
     gemm_sms: int,
+    keeps_z: bool,
 ) -> list[Tensor]:
     """y, z, x8, its scale, and the layout's five. One op, so that selective checkpointing can save
-    its outputs: a recompute then neither sends nor multiplies again. `gemm_sms` 0: all."""
+    its outputs: a recompute then neither sends nor multiplies again; z is empty unless `keeps_z`.
+    `gemm_sms` 0: all."""
     return _forward_passes(
         expert_kernels(ExpertBackend(backend)),
         x_ND,
@@ -383,6 +407,7 @@ def _forward_op(
         power_of_two=power_of_two,
         gemm_sms=gemm_sms or None,
         num_rows=None,
+        keeps_z=keeps_z,
         dtype=x_ND.dtype,
     )
 
@@ -399,6 +424,7 @@ def _forward_passes(
     power_of_two: bool,
     gemm_sms: int | None,
     num_rows: int | None,
+    keeps_z: bool,
     dtype: torch.dtype,
 ) -> list[Tensor]:
     """y in `dtype`, z, x8, its scale, and the layout's five. `num_rows`: pool rows where the host
@@ -409,6 +435,7 @@ def _forward_passes(
     z_PC = kernels.grouped_gemm(rows, gate_up, layout, gemm_sms=gemm_sms)
     del rows
     inner = kernels.swiglu(z_PC, weights_NK, layout, limit, power_of_two=False)
+    z_PC = z_PC if keeps_z else z_PC.new_empty(0)
     y_PD = kernels.grouped_gemm(inner, down, layout, gemm_sms=gemm_sms)
     y_ND = kernels.gather_sum(y_PD, layout, dtype=dtype)
     return [y_ND, z_PC, *x8, *layout]
@@ -427,6 +454,7 @@ def _(
     backend: str,
     power_of_two: bool,
     gemm_sms: int,
+    keeps_z: bool,
 ) -> list[Tensor]:
     num_experts, width, hidden = gate_up.shape
     num_tokens = x_ND.shape[0]
@@ -437,7 +465,7 @@ def _(
 
     return [
         torch.empty_like(x_ND),
-        x_ND.new_empty(num_rows, width, dtype=torch.bfloat16),
+        x_ND.new_empty((num_rows, width) if keeps_z else 0, dtype=torch.bfloat16),
         torch.empty_like(x_ND, dtype=torch.float8_e4m3fn),
         x_ND.new_empty(num_tokens, hidden // GROUP, dtype=torch.float32),
         ints(num_rows),
@@ -473,9 +501,9 @@ class _Fp8Experts(torch.autograd.Function):
             options.backend.value,
             options.power_of_two_scales,
             options.gemm_sms or 0,
+            options.keep_expert_activations,
         )
-        kept = z_PC if options.keep_expert_activations else None
-        ctx.save_for_backward(weights_NK, kept, x8, x_scale, *layout)
+        ctx.save_for_backward(weights_NK, z_PC, x8, x_scale, *layout)
         ctx.layer, ctx.weights = layer, weights
         result: Tensor = y_ND
         return result
@@ -487,7 +515,7 @@ class _Fp8Experts(torch.autograd.Function):
             grad_ND.contiguous(),
             weights_NK,
             Quantized(x8, x_scale),
-            z_PC,
+            z_PC if ctx.layer.options.keep_expert_activations else None,
             Layout(*layout),
             ctx.weights,
         )

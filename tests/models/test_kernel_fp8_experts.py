@@ -21,6 +21,7 @@ from ppruntime.models.fp8_experts import Fp8Experts, Fp8Options
 from ppruntime.models.kernels import expert_backends
 from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.models.linear import WeightGradQueue, set_queue
+from ppruntime.models.row_slices import token_slices
 from ppruntime.models.weight_copies import WeightVersion, flush_weight_grads, set_weight_version
 
 pytestmark = pytest.mark.gpu if ON_GPU else []
@@ -369,9 +370,35 @@ def test_the_op_is_a_proper_op():
     arguments = (x, routing, weights, *quantized.gate_up, *quantized.down)
     torch.library.opcheck(
         torch.ops.ppruntime.fp8_experts.default,
-        (*arguments, 10.0, "reference", True, 0),
+        (*arguments, 10.0, "reference", True, 0, True),
         test_utils="test_faketensor",
     )
+
+
+def test_a_micro_batch_above_the_limit_of_offsets_is_computed_in_parts():
+    case = batch(num_tokens=150 * PER_TOKEN)
+    experts = layer(REFERENCE)
+    widest = max(experts.gate_up.weight.shape[1:])
+    experts.most_elements = widest * 128 * (EXPERTS + 2)
+    assert len(token_slices(len(case[0]), PER_TOKEN, EXPERTS, widest, experts.most_elements)) > 1
+    found, expected = gradients(experts, *case), gradients(layer(REFERENCE), *case)
+    for name, one, other in zip(NAMES, found, expected, strict=True):
+        if name in ("y", "dx", "dp"):
+            assert torch.equal(one, other), name
+        else:  # scales of columns are over 128 rows, which are others
+            assert 0 < distance(one, other) < 0.06, name
+
+
+def test_without_kept_activations_a_checkpointed_op_keeps_none_either():
+    experts = layer(REFERENCE)
+    x, routing, weights, _ = batch()
+    quantized = experts.quantized()
+    arguments = (x, routing, weights, *quantized.gate_up, *quantized.down)
+    op = torch.ops.ppruntime.fp8_experts
+    kept = [op(*arguments, 10.0, "reference", True, 0, keeps) for keeps in (True, False)]
+    assert kept[0][1].numel() > 0
+    assert kept[1][1].numel() == 0
+    assert torch.equal(kept[0][0], kept[1][0])
 
 
 def test_options_out_of_range_and_widths_that_do_not_fit_are_refused():
