@@ -169,6 +169,7 @@ class Bench(Recorder):
         for layer in layers:
             self._compare(layer)
         self._transfers(layers)
+        self._fused_phases(layers)
         rows = self.x.shape[0] * self.dims.experts_per_token
         flops = 6.0 * rows * self.dims.hidden_size * self.dims.expert_width
         self._time("forward", layers, self._forward, flops)
@@ -219,13 +220,30 @@ class Bench(Recorder):
             kind = "FP8 rows" if options.fp8 else "bf16 rows"
             for phase, num_bytes, run in self._sends(layer):
                 row = Row("transfer", phase, f"{options.type}, {kind}", 0.0, num_bytes)
-                for repetition in range(-2, self.repetitions):
-                    slowest = self._most(self._milliseconds(run))
-                    if repetition >= 0:
-                        row.milliseconds.append(slowest)
-                if self.speaks:
-                    print(row, flush=True)
-                self.rows.append(row)
+                self._time_alone(row, run)
+
+    def _fused_phases(self, layers: Sequence[Layer]) -> None:
+        """The parts of each fused layer by themselves."""
+        for layer in layers:
+            if layer.config.moe.dispatch.type != "mega_moe":
+                continue
+            from ppruntime.launch.bench_moe_fused import fused_phases  # needs Triton
+            from ppruntime.models.mega_moe import MegaMoe
+
+            assert isinstance(layer.dispatcher, MegaMoe)
+            x = self.x.detach()
+            for phase in fused_phases(layer.dispatcher, layer.experts, x, self.routing):
+                row = Row("fused", phase.name, layer.variant.name, phase.flops, phase.num_bytes)
+                self._time_alone(row, phase.run)
+
+    def _time_alone(self, row: Row, run: Callable[[], object]) -> None:
+        for repetition in range(-2, self.repetitions):
+            slowest = self._most(self._milliseconds(run))
+            if repetition >= 0:
+                row.milliseconds.append(slowest)
+        if self.speaks:
+            print(row, flush=True)
+        self.rows.append(row)
 
     def _sends(self, layer: Layer) -> Iterator[tuple[str, float, Callable[[], object]]]:
         """Phase, bytes and what is run. A message's bytes per row are those of FP8 and scales, or

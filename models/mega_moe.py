@@ -223,21 +223,21 @@ class MegaMoe:
             weights_offset=shape.offset("weights"),
             most_pairs=shape.most_pairs,
         )
-        layout = self._layout(packed, found.pair_R, len(plan.count_L))
-        z_RC, pool = self._pull_beside(found.home_R, gate_up, layout, fp8=fp8, turned=False)
+        layout = self.pool_layout(packed, found.pair_R, len(plan.count_L))
+        z_RC, pool = self.pull_beside(found.home_R, gate_up, layout, fp8=fp8, turned=False)
         if fp8:
             weight_R1 = found.weight_R.unsqueeze(1)
             inner: Quantized | Tensor = swiglu(z_RC, weight_R1, layout, limit, power_of_two=False)
         else:
             inner = swiglu_bf16(z_RC, found.weight_R, found.pair_R, limit)
         mega_gemm(
-            inner, down, layout, homes=self._homes(found.home_R), gemm_sms=self.options.gemm_sms
+            inner, down, layout, homes=self.homes(found.home_R), gemm_sms=self.options.gemm_sms
         )
         del inner
         yield None
         places = torch.arange(experts_NK.numel(), dtype=torch.int32, device=x_ND.device)
         place_NK = torch.where(experts_NK >= 0, places.view_as(experts_NK), -1)
-        y_ND = self._summed(place_NK, x_ND.dtype if fp8 else torch.float32)
+        y_ND = self.summed(place_NK, x_ND.dtype if fp8 else torch.float32)
         scale_RG = pool.data_RC.new_empty(0, dtype=torch.float32)
         if pool.scale_RG is not None:
             scale_RG = pool.scale_RG
@@ -260,7 +260,7 @@ class MegaMoe:
         fp8_rows = fp8 and self.options.fp8_grad
         self._write(grad_ND, fp8=fp8_rows, power_of_two=True)
         yield None
-        layout = self._layout(kept.packed, kept.pair_R, len(kept.rows_L))
+        layout = self.pool_layout(kept.packed, kept.pair_R, len(kept.rows_L))
         z_RC = kept.z_RC
         if isinstance(weights, ExpertWeights):
             x8 = Quantized(kept.rows, kept.scale_RG)
@@ -269,7 +269,7 @@ class MegaMoe:
                 z_RC = _product(rows, weights.gate_up, layout, gemm_sms=sms)
             down_t = weights.down_t or transpose_blocks(weights.down)
             if fp8_rows:
-                inner_grad_RF, pool = self._pull_beside(
+                inner_grad_RF, pool = self.pull_beside(
                     kept.home_R, down_t, layout, fp8=True, turned=False
                 )
                 _, grad_columns = quantize_routed(
@@ -278,7 +278,7 @@ class MegaMoe:
                 )  # fmt: skip
             else:
                 pool = empty_pool(kept.home_R, arena.shape.hidden, fp8=False)
-                self._pull(kept.home_R, pool)
+                self.pull(kept.home_R, pool)
                 grad_rows, grad_columns = quantize_routed(
                     pool.data_RC, layout, with_rows=True, power_of_two=False,
                     tile_scales=tile_scales,
@@ -292,7 +292,7 @@ class MegaMoe:
             )
             del z_RC, inner_grad_RF
             gate_up_t = weights.gate_up_t or transpose_blocks(weights.gate_up)
-            mega_gemm(grads.rows, gate_up_t, layout, homes=self._homes(kept.home_R), gemm_sms=sms)
+            mega_gemm(grads.rows, gate_up_t, layout, homes=self.homes(kept.home_R), gemm_sms=sms)
             weight_R = grads.weight_NK.flatten()
             operands: MicroBatch | Bf16MicroBatch = MicroBatch(
                 x8, grad_columns, grads.inner_columns, grads.columns, layout
@@ -301,12 +301,12 @@ class MegaMoe:
         else:
             assert z_RC is not None
             gate_up, down = weights
-            inner_grad_RF, pool = self._pull_beside(
+            inner_grad_RF, pool = self.pull_beside(
                 kept.home_R, down, layout, fp8=False, turned=True
             )
             wide = swiglu_bf16_backward(z_RC, inner_grad_RF, kept.weight_R, kept.pair_R, limit)
             del z_RC, inner_grad_RF
-            homes = self._homes(kept.home_R)
+            homes = self.homes(kept.home_R)
             mega_gemm(wide.gate_up_RC, gate_up, layout, turned=True, homes=homes, gemm_sms=sms)
             weight_R = wide.weight_R
             operands = Bf16MicroBatch(
@@ -320,7 +320,7 @@ class MegaMoe:
         yield None
         values_NK = arena.values(len(grad_ND))
         return Gradients(
-            self._summed(kept.place_NK, dtype),
+            self.summed(kept.place_NK, dtype),
             torch.where(kept.place_NK >= 0, values_NK, 0),
             operands,
         )
@@ -334,7 +334,8 @@ class MegaMoe:
         for there, here in zip(rows, quantize_rows(x_ND, power_of_two=power_of_two), strict=True):
             there.copy_(here)
 
-    def _pull(self, home_R: Tensor, pool: PulledRows) -> None:
+    def pull(self, home_R: Tensor, pool: PulledRows) -> None:
+        """The rows that their ranks have written, into the pool."""
         shape = self.arena.shape
         pull_rows(
             self.arena.peers, home_R, pool,
@@ -343,7 +344,7 @@ class MegaMoe:
             num_sms=self.options.num_sms,
         )  # fmt: skip
 
-    def _pull_beside(
+    def pull_beside(
         self,
         home_R: Tensor,
         weights: Quantized | Tensor,
@@ -361,7 +362,7 @@ class MegaMoe:
         rows: Quantized | Tensor = pool.rows() if fp8 else pool.data_RC
         ready = Ready(pool.flag_B, self.arena.peers)
         if self._stream is None:
-            self._pull(home_R, pool)
+            self.pull(home_R, pool)
             y_RO = mega_gemm(rows, weights, layout, turned=turned, ready=ready)
         else:
             device = home_R.device
@@ -372,22 +373,23 @@ class MegaMoe:
             current = torch.cuda.current_stream(device)
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                self._pull(home_R, pool)
+                self.pull(home_R, pool)
             y_RO = mega_gemm(rows, weights, layout, turned=turned, ready=ready, gemm_sms=beside)
             current.wait_stream(self._stream)
         assert y_RO is not None
         return y_RO, pool
 
-    def _homes(self, home_R: Tensor) -> Homes:
+    def homes(self, home_R: Tensor) -> Homes:
+        """Where the pool's rows are sent: each to its pair's place."""
         shape = self.arena.shape
         return Homes(home_R, self.arena.peers, shape.offset("places"), shape.most_pairs)
 
-    def _summed(self, place_NK: Tensor, dtype: torch.dtype) -> Tensor:
+    def summed(self, place_NK: Tensor, dtype: torch.dtype) -> Tensor:
         """What came to each token's places, added up."""
         by_place = Layout(place_NK, place_NK, place_NK, place_NK, place_NK)  # only row_NK is read
         return gather_sum(self.arena.places(len(place_NK)), by_place, dtype=dtype)
 
-    def _layout(self, packed: Tensor, pair_R: Tensor, here: int) -> Layout:
+    def pool_layout(self, packed: Tensor, pair_R: Tensor, here: int) -> Layout:
         """The pool as the passes of `Fp8Experts` see it: every row a token of its own."""
         start_L1, count_L, _, _, expert_B = unpacked(packed, self.exchange.num_ranks, here)
         return Layout(pair_R, pair_R.unsqueeze(1), expert_B, start_L1, count_L)
