@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from small_runs import train
@@ -21,18 +23,29 @@ WIDE = (
     "optim.min_lr=3e-3",
     "run.device=cuda",
 )
+DEEP_EP = ("moe.dispatch.type=deep_ep",)
+WAYS = {
+    "rows": (),
+    "FP8 rows": ("moe.dispatch.fp8=true", "moe.dispatch.fp8_grad=true"),
+    "weight gradients last": ("moe.dispatch.weight_grads_after_combine=true",),
+    "deep_ep": DEEP_EP,
+    "deep_ep in chunks": (*DEEP_EP, "moe.dispatch.token_chunks=2", "moe.dispatch.fp8=true"),
+}
 SPREAD = ("pp.size=1", "parallel.ep=2", "train.num_micro_batches=2", "pp.schedule=1f1b_w")
 ALONE = ("pp.size=1", "train.num_micro_batches=4")
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("way", WAYS)
 def test_two_gpus_with_half_of_the_experts_each_train_as_one_does(
-    backend, mode, tmp_path, run_ranks
+    way, backend, mode, tmp_path, run_ranks
 ):
+    if way.startswith("deep_ep") and find_spec("deep_ep") is None:
+        pytest.skip("needs the package deep_ep")
     more = (*WIDE, f"moe.compute.backend={backend}", f"ac.mode={mode}")
     steps = {}
-    for num_ranks, layout in ((2, SPREAD), (1, ALONE)):
+    for num_ranks, layout in ((2, (*SPREAD, *WAYS[way])), (1, ALONE)):
         run_dir = tmp_path / f"on{num_ranks}"
         told = run_ranks(num_ranks, train, str(run_dir), (*more, *layout), timeout_seconds=300)
         assert [code for code, _, _ in told] == [0] * num_ranks, told
