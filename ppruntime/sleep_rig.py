@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -211,7 +211,15 @@ def step_seconds(steps: Sequence[RigStep]) -> float:
 
 
 def median_costs(num_stages: int, times: Iterable[OpTimes[int]]) -> Costs:
-    """Each stage's median op times in seconds, waits left out, from any number of steps and ranks.
+    """`average_costs` by medians."""
+    return average_costs(num_stages, times, median)
+
+
+def average_costs(
+    num_stages: int, times: Iterable[OpTimes[int]], average: Callable[[Sequence[int]], float]
+) -> Costs:
+    """Each stage's op times in seconds, waits left out, averaged over any number of steps and
+    ranks.
 
     A whole backward counts half as I and half as W where these never ran apart. A stage that ran
     nothing of a kind costs nothing.
@@ -222,11 +230,11 @@ def median_costs(num_stages: int, times: Iterable[OpTimes[int]]) -> Costs:
         op = op_of.get(t.op) or op_of.setdefault(t.op, parse_op(t.op))
         if op.kind in COMPUTE:
             samples[op.stage, op.kind].append(t.end - t.ready)
-    medians = {key: median(values) / 1e9 for key, values in samples.items()}
+    averages = {key: average(values) / 1e9 for key, values in samples.items()}
 
     def per_stage(kind: Kind, share_of_whole: float) -> tuple[float, ...]:
         return tuple(
-            medians.get((stage, kind), share_of_whole * medians.get((stage, Kind.B), 0.0))
+            averages.get((stage, kind), share_of_whole * averages.get((stage, Kind.B), 0.0))
             for stage in range(num_stages)
         )
 
