@@ -1,10 +1,11 @@
-"""Bench of the head and of mHC: `python -m ppruntime.launch.bench_layer_parts --out FILE`.
+"""Bench of head, mHC and Engram: `python -m ppruntime.launch.bench_layer_parts --out FILE`.
 
 Each part runs at a model's full width by every implementation that this device can run: forward,
 whole backward, the backward split into input and weight gradients, memory beside inputs and
 weights, distance from the reference. Two rates of the same run give the floor: bf16 products for
-the head, device copies for mHC (the bytes that have to move if every tensor is read or written
-once). Prints a line per variant and writes JSON with every repetition.
+the head, device copies for the rest (the bytes that have to move if every tensor is read or written
+once). Engram's rows come from 4,194,304 (on a CPU 8 a token), looked up in the forward, by known
+routes, or from the host. Prints a line per variant and writes JSON with every repetition.
 
 On a CPU (`--device cpu --model tiny --tokens 64`) the numbers mean nothing; it shows that the bench
 runs.
@@ -29,6 +30,9 @@ from torch import Tensor
 
 from ppruntime.models.carry import IGNORED_LABEL
 from ppruntime.models.dims import ModelDims, preset
+from ppruntime.models.engram import look_up
+from ppruntime.models.engram_kernels import engram_kernels
+from ppruntime.models.engram_rows import TableRows, open_to_device
 from ppruntime.models.head import head_loss
 from ppruntime.models.kernels import unavailable_reason
 from ppruntime.models.linear import Linear, WeightGradQueue, set_queue
@@ -129,7 +133,10 @@ def run(
         f"floor: {rates['flops'] / 1e12:.1f} TFLOP/s, {rates['bytes'] / 1e9:.0f} GB/s", flush=True
     )
     rows: list[Row] = []
-    for makers in (_heads(dims, head_tokens, place), _mhcs(dims, num_tokens, place)):
+    parts = [_heads(dims, head_tokens, place), _mhcs(dims, num_tokens, place)]
+    if dims.engram_layers:
+        parts += [_gates(dims, num_tokens, place), _rows(dims, num_tokens, place)]
+    for makers in parts:
         reference: Row | None = None
         results: list[Tensor] = []
         for part in makers:
@@ -229,6 +236,66 @@ def _mhcs(dims: ModelDims, num_tokens: int, device: torch.device) -> Iterator[Pa
         yield Part(
             "mhc", kernel, run, inputs, douts, queue, "bytes",
             (2 * num_streams + 2) * row, (3 * num_streams + 3) * row,
+        )  # fmt: skip
+
+
+def _gates(dims: ModelDims, num_tokens: int, device: torch.device) -> Iterator[Part]:
+    width, num_streams = dims.hidden_size, dims.num_streams
+    shapes = (
+        (1, num_tokens, num_streams, width),
+        (1, num_tokens, (num_streams + 1) * width),
+        (num_streams, width),
+        (num_streams, width),
+    )
+    inputs = [torch.randn(shape, device=device).bfloat16().requires_grad_() for shape in shapes]
+    row = 2.0 * num_tokens * width
+    for kernel in ("reference", "triton"):
+        if kernel == "triton" and device.type != "cuda":
+            continue
+        gated = engram_kernels(kernel, device).gated
+
+        def run(gated: Any = gated) -> Sequence[Tensor]:
+            return [gated(*inputs, None, dims.norm_eps)]
+
+        yield Part(
+            "engram gate", kernel, run, inputs, [torch.randn_like(inputs[0])], WeightGradQueue(),
+            "bytes", (3 * num_streams + 1) * row, (5 * num_streams + 2) * row,
+        )  # fmt: skip
+
+
+def _rows(dims: ModelDims, num_tokens: int, device: torch.device) -> Iterator[Part]:
+    """A quarter of the tokens' rows is one and the same, as blanks and frequent words have it."""
+    columns = (dims.engram_max_order - 1) * dims.engram_heads
+    num_rows = 1 << 22 if device.type == "cuda" else 8 * num_tokens
+    rows = torch.randint(num_rows, (1, num_tokens, columns), device=device)
+    rows[:, ::4] = 7
+    table = torch.randn(num_rows, dims.engram_head_dim, device=device).requires_grad_()
+    dout = torch.randn(1, num_tokens, columns, dims.engram_head_dim, device=device).bfloat16()
+    # A row once as it is stored, and for every token in bf16; back a row's sum is read and written.
+    read, given = 4.0 * rows.unique().numel() * dims.engram_head_dim, 2.0 * dout.numel()
+    variants = ["plain", "routes"]
+    if device.type == "cuda":
+        variants += ["triton", "host"]
+    for variant in variants:
+        place = "triton" if variant in ("triton", "host") else "reference"
+        kernels = engram_kernels(place, device, tables_on_host=variant == "host")
+        source: TableRows | None = None
+        if variant != "plain":
+            local = table.detach()
+            if variant == "host":
+                local = open_to_device(local.cpu())
+            source = TableRows(
+                local, num_rows=num_rows, dtype=torch.bfloat16, device=device, kernels=kernels
+            )
+            source.announce([rows])
+            source.turn = 0
+
+        def run(source: TableRows | None = source) -> Sequence[Tensor]:
+            return [look_up(rows, table, torch.bfloat16, source)]
+
+        yield Part(
+            "engram rows", variant, run, [table], [dout], WeightGradQueue(), "bytes",
+            read + given, 2 * read + given,
         )  # fmt: skip
 
 

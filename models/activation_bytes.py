@@ -42,16 +42,18 @@ def saved_bytes(
     *,
     head: str = "reference",
     mhc: str = "reference",
+    engram: str = "reference",
     attention_kernel: bool = False,
 ) -> int:
     """What autograd saves in one unit for `batch` sequences of `seq_len` tokens, each piece of
     memory once; parameters, token data and the carry that comes in and goes out not counted.
 
     `dtype` is the compute dtype, float32 or bfloat16. No token is masked from Engram. `head` is the
-    loss by its name in `head.head_loss`, `mhc` the residual's in `residual.residual`, "auto" apart.
+    loss by its name in `head.head_loss`, `mhc` the residual's in `residual.residual`, `engram` the
+    gate's in `engram_kernels.engram_kernels`, "auto" apart.
     `attention_kernel`: sparse attention is the op of its kernels, whatever computes it.
     """
-    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype], mhc)
+    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype], mhc, engram)
     match spec.kind:
         case UnitKind.EMBED:
             return 0
@@ -65,15 +67,23 @@ def saved_bytes(
 
 
 def kept_fields(
-    dims: ModelDims, spec: UnitSpec, batch: int, seq_len: int, dtype: str
+    dims: ModelDims,
+    spec: UnitSpec,
+    batch: int,
+    seq_len: int,
+    dtype: str,
+    *,
+    engram: str = "reference",
 ) -> frozenset[str]:
     """Fields of the carry, got or given, whose memory autograd keeps for the unit's backward. Sums
     over keys and copies to another dtype keep none of theirs."""
     if spec.kind is UnitKind.EMBED:
         return frozenset()
     run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
-    # Engram makes streams of its own, and in a low dtype it saves those that it gets as copies.
-    kept = set() if run.is_low and spec.engram_parameters else {"streams"}
+    # Engram makes streams of its own, and in a low dtype the reference saves those that it gets as
+    # copies.
+    copies = run.is_low and engram == "reference"
+    kept = set() if copies and spec.engram_parameters else {"streams"}
     if dims.hands_on_mix:
         kept.add("mix")
     if spec.role in _SHARE_SLOTS and _slots_live_on(spec):
@@ -101,11 +111,12 @@ def kept_results(
     *,
     kernels: Set[AttentionOp] = frozenset(),
     experts_elsewhere: bool = False,
+    engram: str = "reference",
 ) -> Kept:
     """What a half layer keeps between its forward and its recompute at the given save points.
     `kernels`: operations of attention that are not the reference's. `experts_elsewhere`: over
     several ranks, each of which gets as many rows as it sends."""
-    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
+    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype], engram=engram)
     is_attention = spec.kind is UnitKind.ATTENTION
     if is_attention:
         results = _attention_results(run, spec, kernels)
@@ -137,6 +148,7 @@ class _Run:
     seq_len: int
     item: int
     mhc: str = "reference"
+    engram: str = "reference"
 
     @property
     def tokens(self) -> int:
@@ -352,6 +364,12 @@ def _engram(run: _Run) -> int:
     gates = dims.num_streams * dims.hidden_size
     value = tokens * dims.hidden_size
     keys_and_value = run.streams + value
+    if run.engram == "triton":  # keys and value as they are; three numbers a stream
+        return (
+            (_INT64 + run.item * dims.engram_head_dim) * tokens * columns
+            + run.item * keys_and_value
+            + _FP32 * 3 * tokens * dims.num_streams
+        )
     return (
         (_INT64 + run.item * dims.engram_head_dim) * tokens * columns
         + _FP32 * (gates + keys_and_value + run.streams + 9 * tokens * dims.num_streams)
@@ -435,9 +453,10 @@ def _attention_results(run: _Run, spec: UnitSpec, kernels: Set[AttentionOp]) -> 
     if spec.layer in dims.engram_layers:
         columns = (dims.engram_max_order - 1) * dims.engram_heads
         keys_and_value = tokens * (dims.num_streams + 1) * dims.hidden_size
+        as_it_is = not run.is_low or run.engram == "triton"
         results += [
             _Result(SavePoint.ENGRAM, item * tokens * columns * dims.engram_head_dim, True),
-            _Result(SavePoint.ENGRAM, item * keys_and_value, not run.is_low),
+            _Result(SavePoint.ENGRAM, item * keys_and_value, as_it_is),
         ]
     if AttentionOp.INDEXER in kernels and spec.role in (Role.FULL, Role.REINDEX, Role.CSA):
         results.append(_Result(SavePoint.ATTENTION, _picked(run, spec), False))

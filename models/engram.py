@@ -7,7 +7,7 @@ Source: DeepSeek-V4.1 report, section 2.4.2; the hash constants reproduce the re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ppruntime.models.carry import MicroBatch
 from ppruntime.models.dims import ModelDims
 from ppruntime.models.engram_hash import bucket_sizes
 from ppruntime.models.engram_kernels import REFERENCE, EngramKernels
@@ -147,17 +148,31 @@ class _FetchedRows(torch.autograd.Function):
     """The same of a table that `TableRows` stands before. `table` says that there is a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, rows_BTH: Tensor, table: Tensor, source: TableRows, name: str) -> Tensor:
+    def forward(ctx: Any, rows_BTH: Tensor, table: Tensor, source: TableRows) -> Tensor:
         ctx.save_for_backward(rows_BTH)
         ctx.source, ctx.routes = source, source.routes_of(rows_BTH)
+        name = str(id(source))
+        _SOURCES[name] = source
         return _engram_fetched(rows_BTH, name)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         (rows_BTH,) = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
             ctx.source.add(rows_BTH, ctx.routes, grad)
-        return None, None, None, None
+        return None, None, None
+
+
+def look_up(
+    rows_BTH: Tensor, table: Tensor, dtype: torch.dtype, source: TableRows | None = None
+) -> Tensor:
+    """[B, T, H, W] in `dtype`: the table's rows, from `source` if one stands before it. The
+    backward adds to `table.grad`, or to what `source` gathers."""
+    if source is None:
+        found: Tensor = _Lookup.apply(rows_BTH, table, dtype)  # type: ignore[no-untyped-call]
+    else:
+        found = _FetchedRows.apply(rows_BTH, table, source)  # type: ignore[no-untyped-call]
+    return found
 
 
 def add_row_grads(table: Tensor, rows_N: Tensor, grad_NW: Tensor) -> None:
@@ -244,14 +259,17 @@ class Engram(WeightCopies):
         self.query = nn.Parameter(torch.empty(num_streams, hidden, device=device, dtype=dtype))
         self.key = nn.Parameter(torch.empty(num_streams, hidden, device=device, dtype=dtype))
         self.source: TableRows | None = None
-        self._source_name = ""
+        self._as_gradient: Callable[[Tensor], Tensor] = Tensor.detach
 
     def read_through(self, source: TableRows, as_gradient: Callable[[Tensor], Tensor]) -> None:
         """From now on rows come from `source`. `as_gradient` makes of its sums what `table.grad`
         takes."""
         self.source, self._as_gradient = source, as_gradient
-        self._source_name = str(id(source))
-        _SOURCES[self._source_name] = source
+
+    def announce(self, batches: Iterable[MicroBatch]) -> None:
+        """The micro-batches of the step that begins, in their order; see `TableRows.announce`."""
+        assert self.source is not None, "rows are announced to a source"
+        self.source.announce(self.hash(b.ids, b.positions, b.masked) for b in batches)
 
     def flush_weight_grads(self) -> None:
         if self.source is not None and (sums := self.source.flush()) is not None:
@@ -265,7 +283,9 @@ class Engram(WeightCopies):
         masked_BT: Tensor | None = None,
     ) -> Tensor:
         """The updated streams. Gate and sum are fp32; masked tokens stay as they are."""
-        found = self._rows(self.hash(ids_BT, positions_BT, masked_BT)).flatten(-2)
+        rows_BTH = self.hash(ids_BT, positions_BT, masked_BT)
+        dtype = self.projection.weight.dtype
+        found = look_up(rows_BTH, self.table, dtype, self.source).flatten(-2)
         return self.kernels.gated(
             streams_BTSD,
             self.projection(found),
@@ -274,14 +294,3 @@ class Engram(WeightCopies):
             masked_BT,
             self.dims.norm_eps,
         )
-
-    def _rows(self, rows_BTH: Tensor) -> Tensor:
-        """[B, T, H, W], in the type that the projection takes."""
-        dtype = self.projection.weight.dtype
-        if self.source is None:
-            found: Tensor = _Lookup.apply(rows_BTH, self.table, dtype)  # type: ignore[no-untyped-call]
-            return found
-        found = _FetchedRows.apply(  # type: ignore[no-untyped-call]
-            rows_BTH, self.table, self.source, self._source_name
-        )
-        return found

@@ -26,7 +26,7 @@ micro-batch, V rows that all ranks ask this one for, W row width, P ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -90,6 +90,11 @@ class Beside:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
+
+    def join(self) -> None:
+        """The current stream waits for all that the stream has been given."""
+        if (mark := self.mark()) is not None:
+            torch.cuda.current_stream().wait_event(mark)
 
     def lend(self, tensor: Tensor) -> None:
         """Keeps memory of a tensor of another stream until the work given so far has run."""
@@ -158,11 +163,12 @@ class TableRows:
         """What the routes of the announced micro-batches take up."""
         return sum(r.rows_U.nbytes + r.asked_V.nbytes for r in self._routes.values())
 
-    def announce(self, rows: Sequence[Tensor]) -> None:
-        """A step begins in which micro-batch m reads rows[m]. A collective; waits for the device
-        on the host, when nothing of the step is under way yet."""
+    def announce(self, rows: Iterable[Tensor]) -> None:
+        """A step begins in which micro-batch m reads the m-th of `rows`. A collective; the host
+        waits for the device, when nothing of the step is under way yet."""
         with self._beside.running(after_current=True):
             self._routes = dict(enumerate(self._make_routes(rows)))
+        self._beside.join()
         self._ready = {}
 
     def forget(self) -> None:
@@ -214,7 +220,8 @@ class TableRows:
                 # From one rank a row comes once: nothing depends on the order within.
                 self._kernels.add(self._sums, routes.asked_V[part], received_VW[part])
                 start += count
-        self._beside.lend(sums_UW)
+        for lent in (sums_UW, routes.asked_V):
+            self._beside.lend(lent)
 
     def flush(self) -> Tensor | None:
         """The step's gradient of the rows here, a mean over the ranks; None without a backward.
@@ -222,9 +229,7 @@ class TableRows:
         sums, self._sums = self._sums, None
         if sums is None:
             return None
-        mark = self._beside.mark()
-        if mark is not None:
-            torch.cuda.current_stream().wait_event(mark)
+        self._beside.join()
         if sums.device != self._device:  # whoever reads it there does so from the host
             torch.cuda.current_stream().synchronize()
         return sums.div_(self._num_ranks) if self._num_ranks > 1 else sums
@@ -245,7 +250,7 @@ class TableRows:
         """Where in rows_U each row stands."""
         return torch.searchsorted(routes.rows_U, rows.to(self._index_dtype))
 
-    def _make_routes(self, rows: Sequence[Tensor]) -> list[Routes]:
+    def _make_routes(self, rows: Iterable[Tensor]) -> list[Routes]:
         """A collective, in two exchanges for all micro-batches together."""
         unique = [torch.unique(each.to(self._index_dtype)) for each in rows]
         if self._exchange is None:

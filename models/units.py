@@ -15,7 +15,7 @@ from ppruntime.models.attention import Attention
 from ppruntime.models.attention_v4 import AttentionV4
 from ppruntime.models.carry import CROSSING, Carry, MicroBatch
 from ppruntime.models.dims import ModelDims, Role, UnitKind, UnitSpec
-from ppruntime.models.engram import Engram
+from ppruntime.models.engram import ALL_HERE, Engram, EngramOptions
 from ppruntime.models.head import HeadLoss, whole_loss
 from ppruntime.models.linear import Linear
 from ppruntime.models.mhc import Coefficients, collapse
@@ -62,6 +62,7 @@ class AttentionUnit(UsesResidual):
         dims: ModelDims,
         spec: UnitSpec,
         *,
+        engram: EngramOptions = ALL_HERE,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -69,7 +70,7 @@ class AttentionUnit(UsesResidual):
         assert spec.layer is not None
         self.dims, self.spec = dims, spec
         self.engram = (
-            Engram(dims, spec.layer, device=device, dtype=dtype)
+            Engram(dims, spec.layer, options=engram, device=device, dtype=dtype)
             if spec.layer in dims.engram_layers
             else None
         )
@@ -183,6 +184,7 @@ def build_unit(
     spec: UnitSpec,
     *,
     moe: MoEOptions = HERE,
+    engram: EngramOptions = ALL_HERE,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Unit:
@@ -192,12 +194,13 @@ def build_unit(
     """
     if spec.kind is UnitKind.MOE:
         return MoEUnit(dims, spec, options=moe, device=device, dtype=dtype)
+    if spec.kind is UnitKind.ATTENTION:
+        return AttentionUnit(dims, spec, engram=engram, device=device, dtype=dtype)
     return _CLASSES[spec.kind](dims, spec, device=device, dtype=dtype)
 
 
 _CLASSES: dict[UnitKind, type[Unit]] = {
     UnitKind.EMBED: EmbedUnit,
-    UnitKind.ATTENTION: AttentionUnit,
     UnitKind.HEAD: HeadUnit,
 }
 

@@ -22,6 +22,7 @@ from ppruntime.connect import (
     make_outline,
     transport_options,
 )
+from ppruntime.engram_tables import EngramLookups, engram_options, place_tables
 from ppruntime.executor import Executor
 from ppruntime.expert_dispatch import open_dispatcher
 from ppruntime.expert_options import BY_TORCH, ExpertChoice, choose_experts, moe_options
@@ -84,6 +85,8 @@ class Pipeline:
     param_order: tuple[str, ...]
     split: frozenset[str]
     """Names of the parameters of which this rank has a part by expert parallelism."""
+    on_host: frozenset[str]
+    """Names of the parameters that lie in host memory."""
     notes: tuple[str, ...]
     """What was chosen where the config leaves the choice."""
     dispatcher: Dispatcher
@@ -172,6 +175,9 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
         units_of = {index: stage.units for index, stage in stages.items()}
         masters = MasterOffload(units_of, ranks.device, host_pool)
 
+    units_of_stage = {index: stage.units for index, stage in stages.items()}
+    lookups = EngramLookups(units_of_stage, ahead=config.engram.lookups_ahead)
+
     def executor(schedule: Schedule, *, training: bool) -> Executor:
         return make_executor(
             outline,
@@ -182,6 +188,7 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
             training=training,
             offload=offload if training else None,
             masters=masters if training else None,
+            lookups=lookups,
         )
 
     units = tuple(
@@ -207,6 +214,12 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
             for spec, _ in units
             for p in unit_parameters(dims, spec)
             if p.part is Part.EXPERTS and ranks.layout.ep > 1
+        ),
+        on_host=frozenset(
+            f"{spec.name}.{p.name}"
+            for spec, _ in units
+            for p in unit_parameters(dims, spec)
+            if p.part is Part.ENGRAM_TABLE and config.engram.tables == "host"
         ),
         notes=tuple(
             choice.note
@@ -270,9 +283,12 @@ def build_stage(
     dims, dtype = config.model.dims, compute_dtype(config)
     kernels = attention_kernels(choose_kernels(config, ranks.device).choice)
     moe = moe_options(config, plan.index, experts, dispatcher)
+    engram = engram_options(config, ranks)
     units = []
     for spec in plan.units:
-        unit = build_unit(dims, spec, moe=moe, device=ranks.device, dtype=torch.float32)
+        unit = build_unit(
+            dims, spec, moe=moe, engram=engram, device=ranks.device, dtype=torch.float32
+        )
         init_parameters(unit, spec.name, config.train.seed)
         if isinstance(unit, HeadUnit):
             unit.loss_of = head_loss(config.kernels.head, ranks.device)
@@ -281,6 +297,7 @@ def build_stage(
         set_kernels(unit, kernels)
         use_linears(unit, linears, config)
         units.append(unit)
+    place_tables(config, ranks, units)
     expert_mesh = ranks.expert_mesh if ranks.layout.ep > 1 else None
     sharded = dtype is not torch.float32 or ranks.layout.num_data_ranks > 1
     wrap_units(

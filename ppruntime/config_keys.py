@@ -46,7 +46,6 @@ V_SCHEDULES = frozenset({"zb_v", "v_half", "v_min", "dualpipe_v"})
 """Orders that place stages in a V: rank r holds stages r and 2 P - 1 - r."""
 LOOP_SCHEDULES = frozenset({"interleaved_1f1b", "interleaved_zb1p"})
 """Orders with several stages per rank, stage s on rank s mod P."""
-Backend: TypeAlias = Literal["reference", "triton", "library"]
 RecomputeMode: TypeAlias = Literal["none", "full", "full_moe", "projections", "attention", "matmul"]
 
 
@@ -278,6 +277,19 @@ class ActivationCheckpointing(Section, frozen=True):
     Default: mode holds for all. Bitwise."""
 
 
+class Engram(Section, frozen=True):
+    """`[engram]`: Engram's tables, which lie in equal parts over all data ranks."""
+
+    lookups_ahead: Annotated[int, Meta(ge=0, le=64)] = 0
+    """Forwards of its stage by which a micro-batch's rows are looked up early, on a GPU on a stream
+    beside the computations; they wait on the device until their own. Default: not early. Bitwise.
+    """
+    tables: Literal["device", "host"] = "device"
+    """host: tables, their gradients and the optimizer's state of them lie in host memory; a GPU
+    reads and adds single rows there, the CPU updates them with run.num_threads. Default: where the
+    rest is. Bitwise on the CPU, summation order on a GPU."""
+
+
 class Dispatch(Section, frozen=True):
     """`[moe.dispatch]`: how tokens reach their experts."""
 
@@ -378,8 +390,9 @@ class Kernels(Section, frozen=True):
     grouped_output: Literal["auto", "reference", "library"] = "reference"
     """Grouped first half of the output projection. library: BLAS group by group, without copies.
     Bitwise on the CPU, summation order on a GPU."""
-    engram: Backend = "reference"
-    """Engram lookups and gate. Summation order."""
+    engram: Literal["auto", "reference", "triton"] = "reference"
+    """Engram's gate in one pass, and sums of its rows' gradients. auto: triton where it can run.
+    Summation order."""
     linear: Literal["auto", "reference", "triton", "scaled_mm", "deep_gemm"] = "reference"
     """Query projections, second half of the output projection and shared expert. reference: in the
     compute dtype. The others: in FP8, 1 x 128 by 128 x 128, with own kernels, torch's block-scaled
@@ -420,6 +433,7 @@ class Config(Section, frozen=True):
     checkpoint: Checkpoint = Checkpoint()
     run: Run = Run()
     ac: ActivationCheckpointing = ActivationCheckpointing()
+    engram: Engram = Engram()
     moe: Moe = Moe()
     kernels: Kernels = Kernels()
     fault: Fault = Fault()

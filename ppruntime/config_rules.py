@@ -53,10 +53,7 @@ class _NotBuilt:
     remedy: str
 
 
-_NOT_BUILT = (
-    _NotBuilt("optim.type", ("adamw", "sign_sgd"), 'use "adamw" or "sign_sgd"'),
-    _NotBuilt("kernels.engram", ("reference",), 'use "reference"'),
-)
+_NOT_BUILT = (_NotBuilt("optim.type", ("adamw", "sign_sgd"), 'use "adamw" or "sign_sgd"'),)
 
 
 def broken_rules(config: Config, wrong_keys: Set[str]) -> Iterator[Broken]:
@@ -274,6 +271,33 @@ def _recompute_engram(config: Config) -> Iterator[Broken]:
             key,
             f"{key} = true has no effect on layers whose mode is {names}; leave it out, or use "
             f'"full" or "full_moe" for one of the layers {", ".join(map(str, layers))}',
+        )
+
+
+def _engram(config: Config) -> Iterator[Broken]:
+    ahead, num = config.engram.lookups_ahead, config.train.num_micro_batches
+    if not config.model.dims.engram_layers:
+        for key, usual in (
+            ("engram.lookups_ahead", 0),
+            ("engram.tables", "device"),
+            ("kernels.engram", "reference"),
+        ):
+            value = reduce(getattr, key.split("."), cast(Any, config))
+            if value not in (usual, "auto"):
+                yield (
+                    key,
+                    f"{key} = {show(value)} has no effect: the model has no Engram; leave it out",
+                )
+    elif ahead >= num:
+        yield (
+            "engram.lookups_ahead",
+            f"engram.lookups_ahead = {ahead} is as many forwards as a step has,"
+            f" train.num_micro_batches = {num}; use {num - 1} or less",
+        )
+    if config.kernels.engram == "triton" and config.run.device == "cpu":
+        yield (
+            "kernels.engram",
+            'kernels.engram = "triton" does not run with run.device = "cpu"; use "reference"',
         )
 
 
@@ -683,6 +707,7 @@ _RULES: tuple[Rule, ...] = (
     _transport,
     _layer_modes,
     _recompute_engram,
+    _engram,
     _data_path,
     _made_up_data,
     _evaluation,

@@ -13,7 +13,7 @@ from ppruntime.boundaries import expected_boundaries
 from ppruntime.channels import edge_of, make_channels
 from ppruntime.clocks import CudaClock, HostClock
 from ppruntime.config import Config
-from ppruntime.executor import Computes, Executor
+from ppruntime.executor import Computes, Executor, LooksAhead
 from ppruntime.master_offload import MasterOffload
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut
@@ -108,6 +108,7 @@ def make_executor(
     training: bool = True,
     offload: ActivationOffload | None = None,
     masters: MasterOffload | None = None,
+    lookups: LooksAhead | None = None,
 ) -> Executor:
     """This rank's part of a lowered order, on the clock of its device; see `Executor`."""
     return Executor(
@@ -120,4 +121,5 @@ def make_executor(
         training=training,
         offload=offload,
         masters=masters,
+        lookups=lookups,
     )

@@ -49,6 +49,16 @@ class Computes(Protocol):
     def weight_grads(self, micro_batch: int) -> None: ...
 
 
+class LooksAhead(Protocol):
+    """What reads ahead for stages; `engram_tables.EngramLookups` is the real one."""
+
+    def begin(self, batches: Sequence[MicroBatch]) -> None: ...
+
+    def before(self, ops: Sequence[Op]) -> Mapping[Op, Callable[[], None]]: ...
+
+    def end(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Ports:
     """The channels of one stage; None at the pipeline's ends."""
@@ -75,7 +85,7 @@ class Executor:
     `schedule` is lowered (transfers and frees are ops of it) and checked. With `training` False
     the forwards run without gradients; the order then has no backward. An order that moves
     activations away (OFFLOAD, OFFLOADED, RELOAD) needs `offload`. `masters` are away for as long
-    as the order does not need them.
+    as the order does not need them. `lookups` hear of a step's micro-batches when it begins.
     """
 
     def __init__(
@@ -90,6 +100,7 @@ class Executor:
         training: bool = True,
         offload: ActivationOffload | None = None,
         masters: MasterOffload | None = None,
+        lookups: LooksAhead | None = None,
     ) -> None:
         self._rank = rank
         self._transport = transport
@@ -97,7 +108,7 @@ class Executor:
         self._stages = stages
         self._ports = {index: _Ports.of(index, channels) for index in stages}
         self._training = training
-        self._offload, self._masters = offload, masters
+        self._offload, self._masters, self._lookups = offload, masters, lookups
         self._moved = {
             (op.stage, op.micro_batch) for op in schedule.ops(rank) if op.kind is Kind.OFFLOAD
         }
@@ -131,6 +142,8 @@ class Executor:
         clock.start_step()
         text = "no op"
         try:
+            if self._lookups is not None:
+                self._lookups.begin(batches)
             program = self._labelled() if _profiler_enabled() else iter(self._program)
             for text, act in program if watch is None else watch.watched(program):
                 start = self._ready = clock()
@@ -141,6 +154,8 @@ class Executor:
             error.add_note(f"rank {self._rank} was in {text}")
             self._transport.abort(f"rank {self._rank} failed in {text}: {error}")
             raise
+        if self._lookups is not None:
+            self._lookups.end()
         self._batches = ()
         assert not self._outbox, f"rank {self._rank} never sent {sorted(self._outbox)}"
         for stage in self._stages.values():
@@ -210,6 +225,9 @@ class Executor:
                     before[moments.left] = partial(self._masters.left, stage)
                     back = partial(self._masters.come_back, stage)
                     after[moments.through] = _joined(back, after.get(moments.through))
+        if self._lookups is not None:
+            for op, look in self._lookups.before(ops).items():
+                before[op] = _joined(before.get(op), look)
         return before, after
 
     def _end_stage(self, stage: int) -> None:

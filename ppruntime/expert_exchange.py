@@ -1,4 +1,5 @@
-"""Rows between the processes over which a layer's experts lie: fills `models.dispatch.Exchange`."""
+"""Rows between the processes over which a layer's experts or an Engram table lie: fills
+`models.dispatch.Exchange`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from ppruntime.models.dispatch import Finish
 
 
 class DispatchError(RuntimeError):
-    """A rank of an expert group did not take part in an exchange. Names both and the exchange."""
+    """A rank of a group did not take part in an exchange. Names both and the exchange."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +24,13 @@ class ProcessExchange:
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
     """Ranks in the world, by rank in the group."""
+    what: str = "expert group"
+    """What an error calls them."""
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> ProcessExchange:
+    def of(cls, group: dist.ProcessGroup, what: str = "expert group") -> ProcessExchange:
         """Over the ranks of `group`."""
-        return cls(group, tuple(dist.get_process_group_ranks(group)))
+        return cls(group, tuple(dist.get_process_group_ranks(group)), what)
 
     @property
     def name(self) -> str:
@@ -59,7 +62,7 @@ class ProcessExchange:
 
         def lost(num_done: int, error: RuntimeError) -> DispatchError:
             return DispatchError(
-                f"rank {self.ranks[peers[num_done]]} of the expert group of ranks"
+                f"rank {self.ranks[peers[num_done]]} of the {self.what} of ranks"
                 f" {list(self.ranks)} did not take part in exchanging {what}: it is late or has"
                 f" ended ({_first_line(error)})"
             )

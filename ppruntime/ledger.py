@@ -13,8 +13,9 @@ from math import prod
 
 from ppruntime.config_keys import Config
 from ppruntime.master_moments import master_moments
-from ppruntime.memory import sharded_master_bytes, state_bytes
+from ppruntime.memory import sharded_master_bytes, state_bytes, table_bytes
 from ppruntime.models.dims import unit_parameters
+from ppruntime.models.parameters import Part
 from ppruntime.offload_plan import master_bytes
 from ppruntime.order import make_order
 from ppruntime.plan import StagePlan, cut
@@ -136,7 +137,9 @@ def predict(config: Config) -> tuple[RankLedger, ...]:
                 accumulators=rank.gradient_bytes,
                 optimizer=optimizer - masters,
                 slots=rank.slot_bytes,
-                resting_parameters=masters + _unsharded_bytes(config, own, masters),
+                resting_parameters=masters
+                + _unsharded_bytes(config, own, masters)
+                + sum(table_bytes(config, s) for s in own if config.engram.tables == "device"),
                 moments=tuple(_moments(list(order.ops(rank.rank)), plan.stages, leaving, sums)),
             )
         )
@@ -151,7 +154,8 @@ def _unsharded_bytes(config: Config, stages: Sequence[StagePlan], masters: int) 
         for stage in stages
         for spec in stage.units
         for parameter in unit_parameters(config.model.dims, spec)
-        if not is_sharded or (parameter.fp32 and config.train.precision != "fp32")
+        if parameter.part is not Part.ENGRAM_TABLE
+        and (not is_sharded or (parameter.fp32 and config.train.precision != "fp32"))
     )
 
 

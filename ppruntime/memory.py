@@ -26,6 +26,7 @@ from ppruntime.recompute import kept_points
 _FP32 = 4
 _BF16 = 2
 _MOMENTS = 2
+_ROW_NUMBER = 4
 _DIFFERENTIABLE = ("streams", "mix", "kv", "trained_index_keys")
 """Carry fields whose gradient is sent back; the same as `carry.DIFFERENTIABLE`."""
 
@@ -51,7 +52,8 @@ def state_bytes(config: Config, stage: StagePlan) -> StateBytes:
     """State of one stage on the data rank with the most: shards are whole rows, the first are full.
 
     Experts lie over ep ranks, their masters and moments over dp; those of all else over dp x ep.
-    With ep > 1, Engram tables count as split by rows over all data ranks and never gathered.
+    Engram tables are cut by rows over all data ranks and never gathered: fp32, their own masters.
+    Those in host memory are not counted.
     """
     dims, compute = config.model.dims, config.moe.compute
     wide = config.train.precision == "fp32"
@@ -64,6 +66,12 @@ def state_bytes(config: Config, stage: StagePlan) -> StateBytes:
         in_fp8 = fp8_linears(spec) if config.kernels.linear != "reference" else ()
         for parameter in unit_parameters(dims, spec):
             here, shard = _shares(config, parameter)
+            if parameter.part is Part.ENGRAM_TABLE:
+                if config.engram.tables == "device":
+                    weights += here * _FP32
+                    gradients += here * _FP32
+                    optimizer += here * _FP32 * moments
+                continue
             if parameter.name.removesuffix(".weight") in in_fp8:
                 copies += 2 * here
             if parameter.part is Part.EXPERTS and compute.backend != "torch":
@@ -99,8 +107,39 @@ def sharded_master_bytes(config: Config, stage: StagePlan) -> int:
         _shares(config, parameter)[1] * _FP32
         for spec in stage.units
         for parameter in unit_parameters(config.model.dims, spec)
-        if wide or not parameter.fp32
+        if parameter.part is not Part.ENGRAM_TABLE and (wide or not parameter.fp32)
     )
+
+
+def table_bytes(config: Config, stage: StagePlan) -> int:
+    """The stage's rows of Engram tables on one rank, wherever they lie."""
+    return sum(
+        _shares(config, parameter)[0] * _FP32
+        for spec in stage.units
+        for parameter in unit_parameters(config.model.dims, spec)
+        if parameter.part is Part.ENGRAM_TABLE
+    )
+
+
+def host_table_bytes(config: Config, stage: StagePlan) -> int:
+    """Host memory for the stage's Engram tables: rows, gradients, moments; 0 unless they are
+    there."""
+    if config.engram.tables == "device":
+        return 0
+    moments = _MOMENTS if config.optim.type == "adamw" else 0
+    return (2 + moments) * table_bytes(config, stage)
+
+
+def lookup_bytes(config: Config, stage: StagePlan) -> int:
+    """The most that Engram's lookups of a step take up on one rank: the row numbers of all its
+    micro-batches, what it asks for and what it is asked for, and the rows that came early. A row
+    that several tokens read is there once, so that it is less."""
+    train, dims = config.train, config.model.dims
+    num_engrams = sum(spec.engram_parameters > 0 for spec in stage.units)
+    columns = (dims.engram_max_order - 1) * dims.engram_heads
+    rows = num_engrams * train.micro_batch_size * train.seq_len * columns
+    row = dims.engram_head_dim * DTYPE_BYTES[compute_dtype_name(config)]
+    return rows * (2 * _ROW_NUMBER * train.num_micro_batches + config.engram.lookups_ahead * row)
 
 
 def activation_bytes(config: Config, stage: StagePlan) -> int:
@@ -121,7 +160,7 @@ def activation_bytes(config: Config, stage: StagePlan) -> int:
             kept: frozenset[str] = frozenset()
         else:
             total += _saved_bytes(config, spec)
-            kept = kept_fields(*_case(config, spec))
+            kept = kept_fields(*_case(config, spec), engram=_engram_kernel(config))
         held |= {(makers[name], name) for name in kept & spec.reads & makers.keys()}
         made = {name: spec for name in spec.live_after if name in spec.writes}
         held |= {(spec, name) for name in (kept & made.keys()) - spec.reads}
@@ -160,7 +199,7 @@ def _shares(config: Config, parameter: ParameterSpec) -> tuple[int, int]:
     shards = dp * ep
     if parameter.part is Part.EXPERTS:
         rows, shards = _ceil(rows, ep), dp
-    elif parameter.part is Part.ENGRAM_TABLE and ep > 1:
+    elif parameter.part is Part.ENGRAM_TABLE:
         rows, shards = _ceil(rows, dp * ep), 1
     return rows * per_row, _ceil(rows, shards) * per_row
 
@@ -181,6 +220,7 @@ def _kept(config: Config, spec: UnitSpec, points: frozenset[SavePoint]) -> Kept:
         dtype,
         kernels=kernels,
         experts_elsewhere=config.parallel.ep > 1,
+        engram=_engram_kernel(config),
     )
 
 
@@ -189,6 +229,7 @@ def _saved_bytes(config: Config, spec: UnitSpec) -> int:
         *_case(config, spec),
         head=_head_kernel(config),
         mhc=_mhc_kernel(config),
+        engram=_engram_kernel(config),
         attention_kernel=AttentionOp.ATTENTION in _attention_kernels(config),
     )
 
@@ -218,6 +259,13 @@ def _mhc_kernel(config: Config) -> str:
     """`kernels.mhc`, "auto" as for the head."""
     if config.kernels.mhc != "auto":
         return config.kernels.mhc
+    return "triton" if _may_be_on_gpu(config) else "reference"
+
+
+def _engram_kernel(config: Config) -> str:
+    """`kernels.engram`, "auto" as for the head."""
+    if config.kernels.engram != "auto":
+        return config.kernels.engram
     return "triton" if _may_be_on_gpu(config) else "reference"
 
 

@@ -42,7 +42,8 @@ class MemoryMeter:
 
     def read(self, watch: MemoryWatch | None = None) -> MeasuredMemory:
         """What this rank had since `start`; `watch`: by which the step was watched."""
-        params, peak, reserved = self._trainer.pipeline.params, None, None
+        pipeline, peak, reserved = self._trainer.pipeline, None, None
+        params = {n: p for n, p in pipeline.params.items() if n not in pipeline.on_host}
         if self._device is not None:
             stats = torch.cuda.memory_stats(self._device)
             peak, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
@@ -55,7 +56,8 @@ class MemoryMeter:
         moments = {
             name: tensor
             for name, tensor in self._trainer.state_tensors().items()
-            if name.startswith("optim.") and not name.startswith("optim.step.")
+            if name.startswith("optim.") and name.split(".", 2)[2] in params
+            if not name.startswith("optim.step.")
         }
         return MeasuredMemory(
             rank=self._rank,

@@ -17,6 +17,8 @@ from ppruntime.memory import (
     activation_bytes,
     compute_dtype_name,
     gradient_bytes,
+    host_table_bytes,
+    lookup_bytes,
     recompute_bytes,
     state_bytes,
 )
@@ -58,9 +60,9 @@ class StageReport:
     recompute_bytes: int
     """What the backward of the largest recomputed half-layer makes anew."""
     slot_bytes: int
-    """Receive buffers for activations and gradients from other ranks."""
+    """Receive buffers for activations and gradients from other ranks, and for Engram rows."""
     host_bytes: int
-    """Pinned host memory for what is offloaded; no part of the total."""
+    """Host memory for what is offloaded and for Engram tables there; no part of the total."""
     in_flight: int
     """Micro-batches of this stage that are in flight at the most, offloaded ones included."""
     held_bytes: int
@@ -97,7 +99,7 @@ class RankReport:
     """Its stages', and the arena of dispatcher mega_moe, which serves all of them."""
     total_bytes: int
     host_bytes: int
-    """Pinned host memory for what is offloaded; no part of the total."""
+    """Host memory for what is offloaded and for Engram tables there; no part of the total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,8 @@ def plan_text(config: Config) -> str:
     if plan.offload is not None:
         host = max(rank.host_bytes for rank in plan.ranks)
         lines.append(f"{plan.offload}; host memory of a rank: up to {short_bytes(host)}")
+    elif host := max(rank.host_bytes for rank in plan.ranks):
+        lines.append(f"Engram tables: up to {short_bytes(host)} of a rank's host memory")
     lines += ["", *text_table((*headings, *_BYTES), rows, left="units")]
     if len(plan.ranks) < len(plan.stages):
         per_rank = [
@@ -276,7 +280,8 @@ def _stages(
                 activation_bytes=held.activations,
                 recompute_bytes=recompute_bytes(config, stage),
                 slot_bytes=_slot_bytes(config, order, plan, stage),
-                host_bytes=host_bytes(config, order, leaving, masters),
+                host_bytes=host_bytes(config, order, leaving, masters)
+                + host_table_bytes(config, stage),
                 in_flight=in_flight,
                 held_bytes=per_micro_batch[s],
                 leaving_bytes=leaving[s],
@@ -314,7 +319,8 @@ def _rank(
         recompute_bytes=recompute,
         slot_bytes=slots,
         total_bytes=weights + gradients + optimizer + activations + recompute + slots,
-        host_bytes=host_bytes(config, order, leaving, masters),
+        host_bytes=host_bytes(config, order, leaving, masters)
+        + sum(host_table_bytes(config, stage) for stage in plan),
     )
 
 
@@ -409,8 +415,8 @@ def _peak(
 
 
 def _slot_bytes(config: Config, order: Order, plan: Sequence[StagePlan], stage: StagePlan) -> int:
-    """Receive buffers of hops from other ranks."""
-    s, total = stage.index, 0
+    """Receive buffers of hops from other ranks, and what Engram's lookups take up."""
+    s, total = stage.index, lookup_bytes(config, stage)
     if s > 0 and plan[s - 1].rank != stage.rank:
         total += order.slots[Edge(s - 1, s, "F")] * _boundary(config, plan[s - 1])
     if s + 1 < len(plan) and plan[s + 1].rank != stage.rank:

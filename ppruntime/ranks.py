@@ -197,11 +197,25 @@ def _stage_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 def open_expert_group(ranks: Ranks, *, timeout_seconds: float) -> dist.ProcessGroup:
     """A new group of `ranks.expert_group_ranks`, in which an exchange may take so long. A
     collective of these ranks alone."""
+    return _open_group(ranks, ranks.expert_group_ranks, "experts", timeout_seconds)
+
+
+def open_table_group(ranks: Ranks, *, timeout_seconds: float) -> dist.ProcessGroup:
+    """As `open_expert_group`, of the ranks that hold the same stages: an Engram table lies over
+    all of them."""
+    num = ranks.layout.num_data_ranks
+    first = ranks.pp_rank * num
+    return _open_group(ranks, tuple(range(first, first + num)), "tables", timeout_seconds)
+
+
+def _open_group(
+    ranks: Ranks, members: tuple[int, ...], what: str, timeout_seconds: float
+) -> dist.ProcessGroup:
     group: dist.ProcessGroup | None = dist.new_group(
-        list(ranks.expert_group_ranks),
+        list(members),
         timeout=timedelta(seconds=timeout_seconds),
         use_local_synchronization=True,
-        group_desc="experts",
+        group_desc=what,
     )
     assert group is not None
     if ranks.device.type == "cuda":

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ppruntime.kept_results import KeptResults
 from ppruntime.models.carry import Carry, MicroBatch
+from ppruntime.models.engram import Engram
 from ppruntime.models.save_points import SavePoint
 
 
@@ -100,7 +101,8 @@ def shard_unit(unit: nn.Module, sharding: Sharding, fp32_names: Collection[str])
 
     The gathered parameters are kept from a step's first forward to `reduce_grads`, since a pipeline
     stage uses them for every micro-batch. Where the compute dtype is lower, the few parameters that
-    the model wants in fp32 are left whole: FSDP casts all that it gathers.
+    the model wants in fp32 are left whole: FSDP casts all that it gathers. Engram tables are never
+    gathered; `engram_tables` has cut them.
     """
     # A unit passes on what it does not touch, as FSDP's own view of its input. Units never write to
     # a carry in place, which is what FSDP warns of.
@@ -124,7 +126,7 @@ def shard_unit(unit: nn.Module, sharding: Sharding, fp32_names: Collection[str])
         mesh=sharding.mesh,
         mp_policy=policy,
         reshard_after_forward=False,
-        ignored_params=whole,
+        ignored_params=whole | {m.table for m in unit.modules() if isinstance(m, Engram)},
     )
 
 

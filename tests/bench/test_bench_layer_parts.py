@@ -1,4 +1,4 @@
-"""The bench of the head and of mHC runs where there is no GPU, and writes what it measured."""
+"""The bench of head, mHC and Engram runs where there is no GPU, and writes what it measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ def test_on_a_cpu_every_variant_that_runs_there_is_timed_and_agrees(tmp_path, ca
     assert bench_layer_parts.main(["--out", str(out), *arguments]) == 0
     record = json.loads(out.read_text())
     rows = {(row["part"], row["variant"]): row for row in record["rows"]}
-    assert set(rows) == {("head", "reference"), ("head", "chunked"), ("mhc", "reference")}
+    assert set(rows) == {
+        ("head", "reference"),
+        ("head", "chunked"),
+        ("mhc", "reference"),
+        ("engram gate", "reference"),
+        ("engram rows", "plain"),
+        ("engram rows", "routes"),
+    }
     for row in rows.values():
         assert set(row["milliseconds"]) == set(PASSES)
         assert all(len(times) == 1 for times in row["milliseconds"].values())
@@ -23,4 +30,7 @@ def test_on_a_cpu_every_variant_that_runs_there_is_timed_and_agrees(tmp_path, ca
     # Per token and bf16 channel: four streams in and out, y and x; three times four, and three.
     assert rows["mhc", "reference"]["forward"] == 8 * 64 * 2 * 10
     assert rows["mhc", "reference"]["backward"] == 8 * 64 * 2 * 15
+    assert rows["engram gate", "reference"]["forward"] == 8 * 64 * 2 * 13
+    assert rows["engram gate", "reference"]["backward"] == 8 * 64 * 2 * 22
+    assert rows["engram rows", "routes"]["errors"] == [0.0]
     assert "x floor" in capsys.readouterr().out

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import measured_activations
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -17,8 +19,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
 
 from ppruntime.models import engram_kernels as reference
+from ppruntime.models.activation_bytes import kept_fields, saved_bytes
+from ppruntime.models.carry import Carry, MicroBatch
+from ppruntime.models.dims import preset, unit_specs
+from ppruntime.models.engram import EngramOptions
+from ppruntime.models.engram_kernels import engram_kernels
+from ppruntime.models.init import init_parameters
 from ppruntime.models.kernels import engram as kernels
 from ppruntime.models.save_points import SavePoint, point_of
+from ppruntime.models.units import build_unit
 
 TESTS = Path(__file__).parents[1]
 on_gpu = torch.cuda.is_available()
@@ -203,6 +212,45 @@ def test_rows_in_host_memory_are_read_and_added_to_bitwise():
     assert torch.equal(sums, other)
     kernels.add_on_host(sums, rows[:0], x[:0])
     assert torch.equal(sums, other)
+
+
+@interpreted
+def test_a_unit_by_kernels_saves_the_planned_bytes_and_gives_the_references_streams():
+    dims = replace(preset("tiny"), num_heads=2, q_lora_rank=16, window=4)
+    spec = next(s for s in unit_specs(dims) if s.engram_parameters)
+    options = EngramOptions(engram_kernels("triton", torch.device(DEVICE)))
+    unit = build_unit(dims, spec, engram=options)
+    init_parameters(unit, spec.name, 0, std=0.2)
+    tokens, positions = torch.randint(256, (1, 3)), torch.arange(3)[None]
+    batch = MicroBatch(tokens, tokens, positions)
+    streams = torch.randn(1, 3, dims.num_streams, dims.hidden_size).requires_grad_()
+    carry = Carry(streams=streams, mix=torch.rand(1, 3, dims.num_streams).requires_grad_())
+    measured = measured_activations.measure([unit], carry, batch)
+    assert measured.own_bytes == saved_bytes(dims, spec, 1, 3, "float32", engram="triton")
+    assert measured.kept_fields == kept_fields(dims, spec, 1, 3, "float32", engram="triton")
+    found = unit(carry, batch).streams
+    unit.engram.kernels = reference.REFERENCE
+    torch.testing.assert_close(found, unit(carry, batch).streams)
+
+
+def test_a_name_gives_the_functions_that_can_run_there(monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(reference, "unavailable_reason", lambda _: None)
+    plain, ours = reference.REFERENCE, engram_kernels("triton", cuda)
+    assert engram_kernels("reference", cuda) is engram_kernels("auto", cpu) is plain
+    assert engram_kernels("auto", cuda) == ours
+    assert (ours.gated, ours.sum_rows) == (kernels.gated, kernels.sum_rows)
+    assert (ours.gather, ours.add) == (plain.gather, plain.add)
+    away = engram_kernels("reference", cuda, tables_on_host=True)
+    assert (away.gather, away.add) == (kernels.gather_from_host, kernels.add_on_host)
+    assert away.gated is plain.gated
+    assert engram_kernels("reference", cpu, tables_on_host=True) is plain
+    monkeypatch.setattr(reference, "unavailable_reason", lambda _: "no Triton")
+    assert engram_kernels("auto", cuda) is plain
+    with pytest.raises(RuntimeError, match=r'kernels\.engram = "triton": no'):
+        engram_kernels("triton", cuda)
+    with pytest.raises(RuntimeError, match=r'engram\.tables = "host": no'):
+        engram_kernels("reference", cuda, tables_on_host=True)
 
 
 @interpreted

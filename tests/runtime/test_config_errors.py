@@ -151,7 +151,7 @@ NAMES = [
         "[optimizer]",
         15,
         "optimizer is not a section; expected one of model, pp, parallel, train, data, optim, "
-        'checkpoint, run, ac, moe, kernels, fault; did you mean "optim"?',
+        'checkpoint, run, ac, engram, moe, kernels, fault; did you mean "optim"?',
     ),
     (
         "[optim]\nlr = 1e-3",
