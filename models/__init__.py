@@ -10,7 +10,9 @@ documents   packed documents: starts, groups, visible entries; used wherever att
 attention   attention (V4.1), attention_v4, compressor_v4, indexer, selection (top-k of its scores),
             sparse_attention, rope, quantize; attention_kernels (the record of operations that a run
             chooses), kernel_limits (sizes that kernels take; without torch)
-residual    residual (what a unit calls), mhc, mhc_v4 (the head's collapse), engram
+residual    residual (what a unit calls), mhc, mhc_v4 (the head's collapse)
+engram      engram (hash, lookup, gate), engram_rows (a table that lies over ranks or is read
+            ahead), engram_kernels (the record of operations that a run chooses)
 experts     moe, router, experts, expert_rows, expert_products; fp8_experts (over kernels/),
             fp8_expert_rules (their bytes) and row_slices (what 32 bits reach; both without torch),
             weight_copies (made once an update);

@@ -18,6 +18,8 @@ FP8 linears         the same kernels with one group, and fp8_linear_cast (a rota
                     gradient); fp8_linear_backends says who multiplies; used by
                     models/fp8_linear.py
 head                the loss and the logits' gradient, chunk by chunk; references: models/head.py
+engram              gate and sum in one pass, sums of row gradients, rows in host memory (kernels in
+                    engram_kernels); reference and choice: models/engram_kernels.py
 mhc                 what stands around a sublayer on the residual streams, two passes each way
                     (kernels in mhc_kernels); reference: models/mhc.py, chosen by models/residual.py
 
