@@ -77,7 +77,7 @@ def fused_phases(
         "pull + L1",
         first,
         pulled,
-        partial(dispatcher.pull_beside, home_R, gate_up, layout, fp8=fp8, turned=False),
+        partial(dispatcher.pull_beside, home_R, gate_up, layout, fp8=fp8),
     )
     yield Phase("activation", 0.0, 0.0, activate)
     yield Phase("L2", second, 0.0, partial(mega_gemm, inner, down, layout, gemm_sms=sms))

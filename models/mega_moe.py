@@ -9,7 +9,7 @@ between them: ranks read each other's tokens and write each other's results.
     meet      y = sum over k, fp32, k ascending
 
     write dy into the arena
-    meet      pull it beside d = dy W2                            (in FP8 only with `fp8_grad`)
+    meet      pull it, in FP8 rounded on the way, beside d = dy W2
               dp, dg, du, h from z and d
               [dg | du] W13, each row to its pair's place; dp to its pair
     meet      dx = sum over k; weight gradients after that, or in the queue
@@ -53,6 +53,7 @@ from ppruntime.models.kernels.moe_layout import Layout, expert_layout, gather_su
 from ppruntime.models.kernels.quantize import (
     GROUP,
     Quantized,
+    pool_rows_like,
     quantize_routed,
     quantize_rows,
     transpose_blocks,
@@ -224,7 +225,7 @@ class MegaMoe:
             most_pairs=shape.most_pairs,
         )
         layout = self.pool_layout(packed, found.pair_R, len(plan.count_L))
-        z_RC, pool = self.pull_beside(found.home_R, gate_up, layout, fp8=fp8, turned=False)
+        z_RC, pool = self.pull_beside(found.home_R, gate_up, layout, fp8=fp8)
         if fp8:
             weight_R1 = found.weight_R.unsqueeze(1)
             inner: Quantized | Tensor = swiglu(z_RC, weight_R1, layout, limit, power_of_two=False)
@@ -269,23 +270,19 @@ class MegaMoe:
                 z_RC = _product(rows, weights.gate_up, layout, gemm_sms=sms)
             down_t = weights.down_t or transpose_blocks(weights.down)
             if fp8_rows:
-                inner_grad_RF, pool = self.pull_beside(
-                    kept.home_R, down_t, layout, fp8=True, turned=False
-                )
+                inner_grad_RF, pool = self.pull_beside(kept.home_R, down_t, layout, fp8=True)
                 _, grad_columns = quantize_routed(
                     pool.by_row(), layout, with_rows=False, power_of_two=True,
                     tile_scales=tile_scales,
                 )  # fmt: skip
             else:
-                pool = empty_pool(kept.home_R, arena.shape.hidden, fp8=False)
-                self.pull(kept.home_R, pool)
-                grad_rows, grad_columns = quantize_routed(
-                    pool.data_RC, layout, with_rows=True, power_of_two=False,
+                inner_grad_RF, pool = self.pull_beside(
+                    kept.home_R, down_t, layout, fp8=False, quantize=True
+                )
+                _, grad_columns = quantize_routed(
+                    pool.data_RC, layout, with_rows=False, power_of_two=False,
                     tile_scales=tile_scales,
                 )  # fmt: skip
-                assert grad_rows is not None
-                inner_grad_RF = _product(grad_rows, down_t, layout, gemm_sms=sms)
-                del grad_rows
             del pool, down_t
             grads = swiglu_backward(
                 z_RC, inner_grad_RF, kept.weight_R.unsqueeze(1), layout, limit, power_of_two=False
@@ -334,14 +331,14 @@ class MegaMoe:
         for there, here in zip(rows, quantize_rows(x_ND, power_of_two=power_of_two), strict=True):
             there.copy_(here)
 
-    def pull(self, home_R: Tensor, pool: PulledRows) -> None:
+    def pull(self, home_R: Tensor, pool: PulledRows, quantized: Quantized | None = None) -> None:
         """The rows that their ranks have written, into the pool."""
         shape = self.arena.shape
         pull_rows(
             self.arena.peers, home_R, pool,
             rows_offset=shape.offset("rows"), scales_offset=shape.offset("scales"),
             per_token=shape.per_token, most_pairs=shape.most_pairs,
-            num_sms=self.options.num_sms,
+            num_sms=self.options.num_sms, quantized=quantized,
         )  # fmt: skip
 
     def pull_beside(
@@ -351,18 +348,23 @@ class MegaMoe:
         layout: Layout,
         *,
         fp8: bool,
-        turned: bool,
+        turned: bool = False,
+        quantize: bool = False,
     ) -> tuple[Tensor, PulledRows]:
-        """Pulls the rows and multiplies each block once it is there.
+        """Pulls the rows and multiplies each block once it is there; with `quantize`, rows that
+        come in bf16 are multiplied in FP8.
 
         The product leaves `num_sms` multiprocessors alone: its programs wait, and what they wait
         for must have room to run whichever of the two starts first.
         """
         pool = empty_pool(home_R, self.arena.shape.hidden, fp8=fp8)
         rows: Quantized | Tensor = pool.rows() if fp8 else pool.data_RC
+        quantized = None
+        if quantize:
+            rows = quantized = pool_rows_like(pool.data_RC, *pool.data_RC.shape)
         ready = Ready(pool.flag_B, self.arena.peers)
         if self._stream is None:
-            self.pull(home_R, pool)
+            self.pull(home_R, pool, quantized)
             y_RO = mega_gemm(rows, weights, layout, turned=turned, ready=ready)
         else:
             device = home_R.device
@@ -373,7 +375,7 @@ class MegaMoe:
             current = torch.cuda.current_stream(device)
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                self.pull(home_R, pool)
+                self.pull(home_R, pool, quantized)
             y_RO = mega_gemm(rows, weights, layout, turned=turned, ready=ready, gemm_sms=beside)
             current.wait_stream(self._stream)
         assert y_RO is not None

@@ -49,6 +49,8 @@ class Compiled:
     """Warpgroup FP8 and bf16 products."""
     narrow_accesses: int
     """Global loads and stores of single bytes and half words."""
+    wide_accesses: int
+    """Those of 16 bytes, TMA not counted."""
 
 
 @contextmanager
@@ -102,6 +104,7 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Com
         len(re.findall(r" (?:STL|LDL)", code)),
         len(re.findall(r"[QH]GMMA", code)),
         len(re.findall(r"(?:LDG|STG)\.E\.[US](?:8|16)", code)),
+        len(re.findall(r"(?:LDG|STG)\.E(?:\.\w+)*\.128", code)),
     )
 
 

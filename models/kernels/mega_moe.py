@@ -28,8 +28,8 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from ppruntime.models.kernels.moe_layout import BLOCK
-from ppruntime.models.kernels.quantize import GROUP, Quantized
-from ppruntime.models.kernels.rounding import INTERPRETED
+from ppruntime.models.kernels.quantize import GROUP, Quantized, group_scale
+from ppruntime.models.kernels.rounding import INTERPRETED, reciprocal, to_e4m3
 
 PART_ROWS = 32
 """Rows that one program pulls at once."""
@@ -37,6 +37,8 @@ PARTS = BLOCK // PART_ROWS
 """A block's flag when all of it is there."""
 _WORDS = 256
 """32-bit words of each row on the way at once: with the rows, 32 KB, as NVLink's latency asks."""
+_GROUPS = 4
+"""Groups of 128 bf16 values of each row, likewise."""
 LATE_PART = 1 << 16
 """Error word: a product waited too long for a block; below it, 1 + the rank that did not meet."""
 
@@ -242,6 +244,39 @@ def _pull_rows(
         tl.atomic_add(flag_ptr + part * ROWS // 128, 1, sem="release", scope="gpu")
 
 
+@triton.jit
+def _pull_and_quantize(
+    bases_ptr, rows_offset, home_ptr, flag_ptr, out_ptr, data_ptr, scale_ptr,
+    num_parts, R, most_pairs, C: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    for part in range(tl.program_id(0), num_parts, tl.num_programs(0)):
+        rows = part * ROWS + tl.arange(0, ROWS)
+        home = tl.load(home_ptr + rows)
+        live = home >= 0
+        home = tl.maximum(home, 0)
+        token = (home % most_pairs // PAIRS_PER_TOKEN).to(tl.int64)
+        base = tl.load(bases_ptr + home // most_pairs)
+        source = (base + rows_offset + token * (2 * C)).to(tl.pointer_type(tl.bfloat16))
+        source = tl.multiple_of(source, [16])
+        target = rows.to(tl.int64) * C
+        for first in range(0, C // 128, GROUPS):
+            channels = first * 128 + tl.arange(0, GROUPS * 128)[None, :]
+            inside = channels < C
+            x = tl.load(source[:, None] + channels, mask=live[:, None] & inside, other=0.0)
+            tl.store(out_ptr + target[:, None] + channels, x, mask=inside)
+            wide = tl.reshape(x.to(tl.float32), [ROWS, GROUPS, 128])
+            scale = group_scale(tl.max(tl.abs(wide), axis=2), False)
+            quantized = to_e4m3(wide * reciprocal(scale)[:, :, None])
+            quantized = tl.reshape(quantized, [ROWS, GROUPS * 128])
+            tl.store(data_ptr + target[:, None] + channels, quantized, mask=inside)
+            groups = first + tl.arange(0, GROUPS)[None, :]
+            tl.store(scale_ptr + groups * R + rows[:, None], scale, mask=groups < C // 128)
+        proxy_fence()
+        tl.debug_barrier()
+        tl.atomic_add(flag_ptr + part * ROWS // 128, 1, sem="release", scope="gpu")
+
+
 class PulledRows(NamedTuple):
     """The pool's rows and how much of each block is there."""
 
@@ -286,16 +321,25 @@ def pull_rows(
     per_token: int,
     most_pairs: int,
     num_sms: int,
+    quantized: Quantized | None = None,
 ) -> None:
     """Copies each row's token from its source, blocks in order, and then raises the block's flag.
 
     At the source, tokens lie `rows_offset` bytes in, dense, and their scales [tokens, G] at
-    `scales_offset`. `num_sms` programs of it run at once.
+    `scales_offset`. `num_sms` programs of it run at once. With `quantized` (data [R, C], scale
+    [G, R], see `quantize.pool_rows_like`) bf16 rows are also quantised on the way, as
+    `quantize_rows` does it without powers of two; a block's flag then stands for both.
     """
     rows, channels = pool.data_RC.shape
     if not rows:
         return
     num_parts = rows // PART_ROWS
+    if quantized is not None:
+        _pull_and_quantize[(min(num_parts, num_sms),)](
+            peers.bases_P, rows_offset, home_R, pool.flag_B, pool.data_RC, *quantized,
+            num_parts, rows, most_pairs, channels, per_token, PART_ROWS, _GROUPS, num_warps=8,
+        )  # fmt: skip
+        return
     words = channels * pool.data_RC.element_size() // 4
     groups = channels // GROUP
     _pull_rows[(min(num_parts, num_sms),)](

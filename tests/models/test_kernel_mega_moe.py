@@ -66,7 +66,7 @@ class Group:
             most_pairs=self.shape.most_pairs,
         )
 
-    def pulled(self, rank, *, fp8):
+    def pulled(self, rank, *, fp8, quantized=None):
         home_R = self.found(rank).home_R
         pool = mega_moe.empty_pool(home_R, HIDDEN, fp8=fp8)
         mega_moe.pull_rows(
@@ -78,6 +78,7 @@ class Group:
             per_token=PER_TOKEN,
             most_pairs=self.shape.most_pairs,
             num_sms=2,
+            quantized=quantized,
         )
         return pool
 
@@ -138,6 +139,21 @@ def test_rows_are_pulled_in_order_and_every_block_says_when_it_is_there(group, f
             expected = mega_moe.pull_rows_reference(scales, home_R, **where).to(DEVICE)
             assert torch.equal(pool.scale_RG, expected)
             assert torch.equal(pool.scale_GR, expected.t())
+
+
+def test_rows_that_are_quantised_on_the_way_have_the_bits_of_the_quantiser(group):
+    for rank, arena in enumerate(group.arenas):
+        arena.rows(len(group.x[rank])).copy_(group.x[rank])
+    meet(group.arenas)
+    for rank in range(len(group.arenas)):
+        plain = group.pulled(rank, fp8=False)
+        both = quantize.pool_rows_like(plain.data_RC, *plain.data_RC.shape)
+        pool = group.pulled(rank, fp8=False, quantized=both)
+        assert torch.equal(pool.data_RC, plain.data_RC)
+        assert torch.equal(pool.flag_B, plain.flag_B)
+        expected = quantize.quantize_rows_reference(plain.data_RC, power_of_two=False)
+        assert torch.equal(values(both.data), values(expected.data))
+        assert torch.equal(both.scale, expected.scale.t())
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["forward", "turned"])

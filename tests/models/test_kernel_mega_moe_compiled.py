@@ -42,12 +42,18 @@ def _compile_all():
     layout = Layout(ints(rows), ints(rows, 1), plan[4], plan[0], plan[1])
     homes = mega_moe_gemm.Homes(ints(rows), peers, 10**8, pairs)
     offsets = {"rows_offset": 10**7, "scales_offset": 10**6, "per_token": 6, "most_pairs": pairs}
+    x = meta(rows, hidden)
     with captured() as passes:
         mega_moe.meet(peers, 0, 7)
         mega_moe.find_rows(peers, plan, order_offset=512, weights_offset=10**6, most_pairs=pairs)
         for fp8 in (False, True):
             pool = mega_moe.empty_pool(ints(rows), hidden, fp8=fp8)
             mega_moe.pull_rows(peers, ints(rows), pool, num_sms=20, **offsets)
+        pool, both = (
+            mega_moe.empty_pool(ints(rows), hidden, fp8=False),
+            pool_rows_like(x, rows, hidden),
+        )
+        mega_moe.pull_rows(peers, ints(rows), pool, num_sms=20, quantized=both, **offsets)
         mega_moe.push_values(
             peers, ints(rows), meta(rows, dtype=torch.float32), offset=10**6, most_pairs=pairs
         )
@@ -78,8 +84,11 @@ def _compile_all():
     for kernel in (*passes, *products):
         assert kernel.spills == 0, kernel
         assert kernel.narrow_accesses == 0, kernel
+        if kernel.name.startswith("_pull"):
+            assert kernel.wide_accesses >= 16, kernel  # all loads of a part before its stores
     for kernel in products:
         assert kernel.matrix_instructions > 0, kernel
+    assert sum(kernel.wide_accesses > 0 for kernel in products) == 3  # those that send rows home
 
 
 if __name__ == "__main__":
