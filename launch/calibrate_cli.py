@@ -12,6 +12,7 @@ from ppruntime.launch.run_files import files_and_overrides
 from ppruntime.projector import ProjectionError
 
 if TYPE_CHECKING:
+    from ppruntime.calibration import HeldBytes, UnitTimes
     from ppruntime.config import Config
     from ppruntime.ranks import Ranks
 
@@ -27,13 +28,15 @@ def calibrate(
     depths: str | None = None,
     transfer_bytes: str = _SIZES,
     per_step: Annotated[bool, _PLAIN] = False,
+    in_flight: Annotated[bool, _PLAIN] = False,
     few_samples: Annotated[bool, _PLAIN] = False,
 ) -> int:
     """Times every kind of unit of a model, and writes a calibration.
 
     In one process: units, optimizer, or with --depths whole models of two depths. Under torchrun
     with two pipeline ranks (pp.size=2): transfers, added to the same file. With --per-step, one
-    process a rank of the run: what comes once a step beside the pipeline.
+    process a rank of the run: what comes once a step beside the pipeline. With --in-flight, on two
+    pipeline ranks: units beside transfers.
 
     Parameters
     ----------
@@ -52,6 +55,9 @@ def calibrate(
     per_step
         Weights gathered and quantised, gradients reduced and clipped, the update: timed on all
         ranks of the run. A sample is a step; few micro-batches (train.num_micro_batches=2) do.
+    in_flight
+        Both ranks send each other the model's largest boundary, back to back, while rank 0 times
+        the units; to a file of its own. Its difference to one without is what a transport costs.
     few_samples
         Write rows with fewer than 100 samples, as assumed ones that say so.
     """
@@ -64,9 +70,21 @@ def calibrate(
             f"--samples {samples}, --out {out}, --depths {depths}: time 1 time or more, and give "
             "either --out (units and transfers) or --depths"
         )
-    if per_step and (depths is not None or modes is not None):
+    if per_step and (depths is not None or modes is not None or in_flight):
         raise ProjectionError(
-            "--per-step times steps of the run as it is; leave out --depths and --modes"
+            "--per-step times steps of the run as it is; leave out --depths, --modes and "
+            "--in-flight"
+        )
+    if in_flight and (depths is not None or config.world_size != 2 or config.pp.size != 2):
+        raise ProjectionError(
+            f"--in-flight times units on two pipeline ranks, and the run has pp.size "
+            f"{config.pp.size} and {config.world_size} ranks; use pp.size=2, parallel.dp=1, "
+            "parallel.ep=1 and no --depths"
+        )
+    if in_flight and config.pp.transport == "auto":
+        raise ProjectionError(
+            'pp.transport = "auto" does not say what was in flight; name it, such as '
+            "pp.transport=put"
         )
     if config.parallel.ep > 1 and not per_step:
         raise ProjectionError(
@@ -74,15 +92,18 @@ def calibrate(
             "so far; use 1, with model.num_experts divided by the ranks that would share them"
         )
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    if (started != config.world_size and (started > 1 or per_step)) or (started > 1 and depths):
+    as_the_run = per_step or in_flight
+    if (started != config.world_size and (started > 1 or as_the_run)) or (started > 1 and depths):
         raise ProjectionError(
             f"{started} processes started, the run has {config.world_size} ranks; start one for "
-            "units and depths, or as many as the run has for transfers and --per-step"
+            "units and depths, or as many as the run has for transfers, --per-step and --in-flight"
         )
     names = modes.split(",") if modes is not None else sorted({config.ac.mode, "none"})
     configs = {name: load(files, [*overrides, f"ac.mode={name}"]) for name in names}
     sizes = _whole_numbers("--transfer-bytes", transfer_bytes)
-    return _run(config, configs, out, samples, depths, sizes, started, per_step, few_samples)
+    return _run(
+        config, configs, out, samples, depths, sizes, started, per_step, in_flight, few_samples
+    )
 
 
 def _run(
@@ -94,6 +115,7 @@ def _run(
     sizes: tuple[int, ...],
     started: int,
     per_step: bool,
+    in_flight: bool,
     few_samples: bool,
 ) -> int:
     import torch
@@ -114,6 +136,9 @@ def _run(
         elif per_step:
             assert out is not None, "given without depths"
             _per_step(config, ranks, out, samples, few_samples=few_samples)
+        elif in_flight:
+            assert out is not None, "given without depths"
+            _units_in_flight(config, configs, ranks, out, samples, few_samples=few_samples)
         elif started > 1:
             assert out is not None, "given without depths"
             _transfers(config, ranks, out, samples, sizes, few_samples=few_samples)
@@ -142,12 +167,7 @@ def _units(
     for row, held in unit_rows(configs, ranks, samples):
         units.append(row)
         memory.append(held)
-        print(
-            f"{row.unit:<32} {row.ac_mode:<10} F {1e3 * row.forward_s:9.3f}"
-            f"  I {1e3 * row.input_grad_s:9.3f}  W {1e3 * row.weight_grad_s:9.3f} ms"
-            f"  keeps {held.num_bytes / 1e6:.3f} MB",
-            flush=True,
-        )
+        _print_unit(row, held)
     known = calibration_of(
         config,
         few_samples=few_samples,
@@ -157,6 +177,43 @@ def _units(
         per_step=[optimizer_row(config, ranks, samples)],
     )
     write_calibration(merged(out, known), out)
+
+
+def _units_in_flight(
+    config: Config,
+    configs: dict[str, Config],
+    ranks: Ranks,
+    out: Path,
+    samples: int,
+    *,
+    few_samples: bool,
+) -> None:
+    """Both ranks time all units, so that both compute; rank 0's times count."""
+    from ppruntime.calibrate import unit_rows
+    from ppruntime.calibrate_traffic import Traffic, largest_boundary_bytes
+    from ppruntime.calibration_file import calibration_of, merged, write_calibration
+
+    num_bytes, kind = largest_boundary_bytes(config), config.pp.transport
+    beside = f"messages of {num_bytes:,} bytes both ways on {kind}"
+    with Traffic(config, ranks, num_bytes) as traffic:
+        units = [row for row, _ in unit_rows(configs, ranks, samples, beside=beside)]
+    if ranks.rank:
+        return
+    _say(config, ranks, samples)
+    for row in units:
+        _print_unit(row)
+    print(f"{traffic.num_messages:,} {beside} meanwhile")
+    known = calibration_of(config, few_samples=few_samples, transport=kind, units=units)
+    write_calibration(merged(out, known), out)
+
+
+def _print_unit(row: UnitTimes, held: HeldBytes | None = None) -> None:
+    print(
+        f"{row.unit:<32} {row.ac_mode:<10} F {1e3 * row.forward_s:9.3f}"
+        f"  I {1e3 * row.input_grad_s:9.3f}  W {1e3 * row.weight_grad_s:9.3f} ms"
+        + (f"  keeps {held.num_bytes / 1e6:.3f} MB" if held else ""),
+        flush=True,
+    )
 
 
 def _transfers(

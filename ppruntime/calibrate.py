@@ -65,9 +65,14 @@ class Depths:
 
 
 def unit_rows(
-    configs: Mapping[str, Config], ranks: Ranks, samples: int
+    configs: Mapping[str, Config],
+    ranks: Ranks,
+    samples: int,
+    *,
+    beside: str = "no transfer in flight",
 ) -> Iterator[tuple[UnitTimes, HeldBytes]]:
-    """A row for each kind of unit and AC mode; `configs` are the run's, by mode.
+    """A row for each kind of unit and AC mode; `configs` are the run's, by mode. `beside` says what
+    else goes on, for the rows' sources.
 
     The units run in model order on what the ones before gave, so that selections and keys are real
     ones. Embedding and head, never recomputed, have a row for each mode too, as projections ask.
@@ -90,7 +95,7 @@ def unit_rows(
                 outputs = stage.evaluate(0, inputs, batch)
                 handed_on = dict(zip(plan.outputs, outputs, strict=True))
             times = _op_times(stage, inputs, batch, samples, ranks.device)
-            source = f"{spec.name} alone, {config.train.precision}, no transfer in flight"
+            source = f"{spec.name} alone, {config.train.precision}, {beside}"
             row = UnitTimes(
                 unit=kind, ac_mode=mode, origin="measured", source=source, samples=samples, **times
             )
@@ -327,7 +332,9 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _now(device: torch.device) -> float:
-    _synchronize(device)
+    """The time once this stream's work is done; what moves on other streams goes on."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
     return time.perf_counter()
 
 

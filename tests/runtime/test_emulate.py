@@ -199,7 +199,7 @@ def test_pieces_of_a_step_are_timed_on_the_ranks_of_the_run(tmp_path, monkeypatc
     updates = ["optim.type=sign_sgd", "optim.clip_norm=default", "optim.apply_in_backward=true"]
     for wrong, complaint in (
         (["parallel.dp=2"], "1 processes started, the run has 2 ranks"),
-        (["--modes", "none"], "leave out --depths and --modes"),
+        (["--modes", "none"], "leave out --depths, --modes and --in-flight"),
         (updates, "nothing comes once a step that could be timed"),
     ):
         assert main([*run, "--per-step", *wrong]) == 2
@@ -288,6 +288,37 @@ def test_recorded_boundaries_repeat_and_those_of_another_run_are_refused(tmp_pat
     wider = channel(boundary=Boundary((TensorSpec("streams", (3,), torch.float32),)))
     with pytest.raises(ProjectionError, match="is of another run, delete it or name another"):
         Recorder(tmp_path, 2, 0, device).tensors(wider, 1)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_two_ranks_time_units_beside_the_messages_that_they_send_each_other(tmp_path):
+    out = tmp_path / "in-flight.json"
+    told = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "-m", "ppruntime.launch.cli", "calibrate", str(TINY)),
+            *(*ONE_LAYER, "pp.size=2", "pp.layers_per_stage=[0.5,0.5]", "pp.transport=gloo"),
+            *("--in-flight", "--modes", "none", "--out", str(out), "--samples", "1"),
+            "--few-samples",
+        ],
+        check=True,
+        cwd=tmp_path,
+        timeout=LIMIT_SECONDS,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    known = read_calibration(out)
+    assert known.transport == "gloo"
+    assert {row.unit for row in known.units} == {
+        "embed",
+        "attention.swa.ratio0",
+        "moe.routed",
+        "head",
+    }
+    assert all("bytes both ways on gloo" in row.source for row in known.units)
+    assert int(re.search(r"^([\d,]+) messages of", told, re.MULTILINE)[1].replace(",", "")) >= 1
 
 
 # In this process
@@ -407,6 +438,19 @@ def test_what_cannot_be_emulated_is_refused(overrides, present, complaint):
         ("emulate {tiny} --stages 0-1 --out c --costs 1,1,1", "need 2 processes"),
         ("calibrate {tiny}", "give either --out"),
         ("calibrate {tiny} --depths 4 --samples 0", "time 1 time or more"),
+        (
+            "calibrate {tiny} --out c --in-flight",
+            "on two pipeline ranks, and the run has pp.size 4",
+        ),
+        ("calibrate {tiny} --out c --in-flight --per-step", "leave out --depths, --modes and --in"),
+        (
+            "calibrate {tiny} pp.size=2 --out c --in-flight",
+            'pp.transport = "auto" does not say what was in flight',
+        ),
+        (
+            "calibrate {tiny} pp.size=2 pp.transport=gloo --out c --in-flight",
+            "1 processes started, the run has 2 ranks",
+        ),
         ("validate --ranks 3", "ranks are even"),
         ("validate-run {tiny} --calibrate-with pp.size=2", "start as many as both have"),
     ],
