@@ -70,8 +70,8 @@ def rig_results(run_ranks, orders: list[str], op_seconds: float) -> list[RigResu
 
 @pytest.mark.slow
 def test_a_measured_step_takes_what_the_timeline_says(run_ranks):
-    """The latency hides the transport's own, so what is left is the executor: an op that waits for more than
-    its input, or a send that blocks, would cost whole ops."""
+    """The latency hides the transport's own, so what is left is the executor: an op that waits for
+    more than its input, or a send that blocks, would cost whole ops."""
     orders = ["1f1b", "zb_v", "dualpipe_v"]
     # A busy machine wakes sleepers late; longer sleeps are then the smaller share.
     for op_seconds in (0.008, 0.02, 0.06):
