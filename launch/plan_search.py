@@ -13,7 +13,8 @@ from ppruntime.text_table import short, short_bytes, text_table
 
 if TYPE_CHECKING:
     from ppruntime.config import Config
-    from ppruntime.planner import Found, Plan, Task, Variant
+    from ppruntime.planner import Found, Plan
+    from ppruntime.planner_task import Task, Variant
 
 BENCHES = Path(__file__).resolve().parents[1] / "docs" / "bench"
 """Records of kernels, where no calibration is given."""

@@ -26,8 +26,9 @@ from ppruntime.config import Config
 from ppruntime.models.dims import counts, unit_specs
 from ppruntime.pipeline_projection import HopCost, Parts, Piece, StageCost
 from ppruntime.plan import cut
-from ppruntime.planner import Found, Plan, PlannedStage, Variant, find_plans
+from ppruntime.planner import Found, Plan, find_plans
 from ppruntime.planner_inputs import expert_variants, task_of
+from ppruntime.planner_task import PlannedStage, Variant
 from ppruntime.projector import Job, Origin
 from ppruntime.schedules import make
 from ppruntime.simulate import Simulation, Surroundings, collective_seconds, simulate

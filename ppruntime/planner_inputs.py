@@ -14,7 +14,7 @@ from ppruntime.config_keys import Config, ExpertCompute
 from ppruntime.memory import activation_bytes, compute_dtype_name, state_bytes
 from ppruntime.models.dims import UnitKind, UnitSpec, boundary_bytes, unit_specs
 from ppruntime.plan import StagePlan
-from ppruntime.planner import Choice, ExpertUse, PlannedUnit, Task, Variant
+from ppruntime.planner_task import Choice, ExpertUse, PlannedUnit, Task, Variant
 from ppruntime.projector import Origin, ProjectionError, weakest
 
 

@@ -18,8 +18,9 @@ from ppruntime.launch.plan_search import BENCHES, overrides
 from ppruntime.models.dims import unit_specs
 from ppruntime.order import make_order
 from ppruntime.plan import cut
-from ppruntime.planner import Choice, ExpertUse, PlannedUnit, Task, Variant, find_plans
+from ppruntime.planner import find_plans
 from ppruntime.planner_inputs import expert_variants, task_of
+from ppruntime.planner_task import Choice, ExpertUse, PlannedUnit, Task, Variant
 from ppruntime.projector import ProjectionError
 from ppruntime.recompute import mode_of
 from ppruntime.schedules.counts import peak_in_flight
