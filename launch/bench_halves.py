@@ -40,7 +40,7 @@ from ppruntime.models.dims import (
     unit_specs,
 )
 from ppruntime.models.init import init_parameters
-from ppruntime.models.kernel_limits import AttentionOp, Backend
+from ppruntime.models.kernel_limits import BACKENDS, AttentionOp, Backend
 from ppruntime.models.kernels.attention_backends import (
     Choice,
     Target,
@@ -184,12 +184,12 @@ class Bench:
         yield "reference", Choice()
         attention = AttentionOp.ATTENTION
         for name, first in (("triton", Backend.TRITON), ("library", Backend.LIBRARY)):
-            grouped_only = case.ops == (AttentionOp.GROUPED_OUTPUT,)
-            if grouped_only != (name == "library") and attention not in case.ops:
+            alone = case.ops[0] if len(case.ops) == 1 else attention
+            if first not in BACKENDS[alone]:
                 continue
             wanted = {
                 attention: first,
-                AttentionOp.INDEXER: Backend.TRITON,
+                AttentionOp.INDEXER: first if alone is AttentionOp.INDEXER else Backend.TRITON,
                 AttentionOp.ROPE: Backend.TRITON,
                 AttentionOp.GROUPED_OUTPUT: Backend.LIBRARY,
             }

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ppruntime.models.carry import IGNORED_LABEL
-from ppruntime.models.dims import ModelDims, preset
+from ppruntime.models.dims import ModelDims, changed, preset
 from ppruntime.models.engram import look_up
 from ppruntime.models.engram_kernels import engram_kernels
 from ppruntime.models.engram_rows import TableRows, open_to_device
@@ -39,6 +39,7 @@ from ppruntime.models.linear import Linear, WeightGradQueue, set_queue
 from ppruntime.models.mhc import HyperConnection
 from ppruntime.models.norm import RMSNorm
 from ppruntime.models.residual import residual
+from ppruntime.models.single_stream import LayerScale, PostGate
 
 PASSES = ("forward", "backward", "input_grad", "weight_grad")
 
@@ -134,6 +135,7 @@ def run(
     )
     rows: list[Row] = []
     parts = [_heads(dims, head_tokens, place), _mhcs(dims, num_tokens, place)]
+    parts += [_one_streams(dims, kind, num_tokens, place) for kind in ("gated", "layerscale")]
     if dims.engram_layers:
         parts += [_gates(dims, num_tokens, place), _rows(dims, num_tokens, place)]
     for makers in parts:
@@ -296,6 +298,39 @@ def _rows(dims: ModelDims, num_tokens: int, device: torch.device) -> Iterator[Pa
         yield Part(
             "engram rows", variant, run, [table], [dout], WeightGradQueue(), "bytes",
             read + given, 2 * read + given,
+        )  # fmt: skip
+
+
+def _one_streams(
+    dims: ModelDims, residual_type: str, num_tokens: int, device: torch.device
+) -> Iterator[Part]:
+    width = dims.hidden_size
+    one = changed(dims, residual_type=residual_type)
+    connection = (PostGate if residual_type == "gated" else LayerScale)(one, device=device)
+    norm = RMSNorm(width, dims.norm_eps, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in (*connection.parameters(), norm.weight):
+            parameter.uniform_(0.5, 1.5)
+        if isinstance(connection, PostGate):
+            connection.projection.weight.normal_(std=0.02)
+    queue = WeightGradQueue()
+    set_queue(connection, queue)
+    stream = torch.randn(1, num_tokens, 1, width, device=device).bfloat16().requires_grad_()
+    y = torch.randn(1, num_tokens, width, device=device).bfloat16().requires_grad_()
+    inputs = [stream, y, *connection.parameters(), norm.weight]
+    row = 2.0 * num_tokens * width
+    for kernel in ("reference", "triton"):
+        if kernel == "triton" and device.type != "cuda":
+            continue
+        functions = residual(kernel, device, residual_type)
+
+        def run(functions: Any = functions) -> Sequence[Tensor]:
+            x, handle, factor = functions.read(connection, norm, stream, None)
+            return [functions.write(handle, y, factor), x]
+
+        yield Part(
+            residual_type, kernel, run, inputs, [torch.randn_like(t) for t in (stream, y)], queue,
+            "bytes", 5 * row, 7 * row,
         )  # fmt: skip
 
 

@@ -29,11 +29,15 @@ class Backend(Enum):
 
 BACKENDS: dict[AttentionOp, tuple[Backend, ...]] = {
     AttentionOp.ATTENTION: (Backend.LIBRARY, Backend.TRITON, Backend.REFERENCE),
-    AttentionOp.INDEXER: (Backend.TRITON, Backend.REFERENCE),
+    AttentionOp.INDEXER: (Backend.TRITON, Backend.LIBRARY, Backend.REFERENCE),
     AttentionOp.ROPE: (Backend.TRITON, Backend.REFERENCE),
     AttentionOp.GROUPED_OUTPUT: (Backend.LIBRARY, Backend.REFERENCE),
 }
-"""What there is, the fastest first (attention measured on an H200, see docs/measurements.md)."""
+"""What there is, the fastest first (attention measured on an H200, see docs/measurements.md; the
+indexer's own kernels are not yet, and hold fewer scores)."""
+
+
+_MOST_PICKS = 2048
 
 
 def misfit(op: AttentionOp, backend: Backend, dims: ModelDims) -> str | None:
@@ -58,6 +62,16 @@ def misfit(op: AttentionOp, backend: Backend, dims: ModelDims) -> str | None:
             )
         case AttentionOp.ATTENTION, _ if not _is_power_of_two(dims.rope_dim // 2, 1):
             return f"the kernels turn a power of two of channels, the model {dims.rope_dim}"
+        case AttentionOp.INDEXER, Backend.LIBRARY if not (
+            dims.index_heads in (16, 32, 64)
+            and dims.index_head_dim == 128
+            and dims.index_topk <= _MOST_PICKS
+        ):
+            return (
+                f"the package takes 16, 32 or 64 index heads of 128 channels and {_MOST_PICKS} "
+                f"picks at most, the model has {dims.index_heads} of {dims.index_head_dim} and "
+                f"{dims.index_topk}"
+            )
         case AttentionOp.INDEXER, Backend.TRITON if not _is_power_of_two(dims.index_head_dim, 16):
             return (
                 "the kernel takes index heads of a power of two from 16 channels, the model's have "

@@ -11,6 +11,7 @@ Source: DeepSeek-V4.1 report, section 2.2.2 (CSA2, hierarchical candidates).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -120,6 +121,44 @@ def select_entries(
         torch.cat([part.entries_BTk for part in parts], dim=1),
         torch.cat(masks, dim=1) if masks else None,
     )
+
+
+def select_by(
+    op: Callable[..., tuple[Tensor, Tensor]],
+    dims: ModelDims,
+    q_BTHI: Tensor,
+    weights_BTH: Tensor,
+    keys_BCI: Tensor,
+    positions_BT: Tensor,
+    ratio: int,
+    *,
+    finds_candidates: bool,
+    candidates: Tensor | None,
+) -> Selection:
+    """As `select_entries`, by a kernel's op.
+
+    The op gets queries, weights, keys, the first and the number of visible entries, the candidates
+    if they restrict, and three numbers: of entries to choose, of entries in a candidate block, of
+    candidate blocks to keep (0: none are wanted). It gives entries and blocks.
+    """
+    num_kept = 0
+    if finds_candidates:
+        candidates = None
+        if num_candidate_blocks(dims, keys_BCI.shape[1]) > 0:
+            num_kept = dims.candidate_blocks
+    restriction = candidates if candidates is not None and candidates.shape[-1] > 0 else None
+    entries_BTk, kept_BTN = op(
+        q_BTHI,
+        weights_BTH,
+        keys_BCI,
+        first_entries(positions_BT, ratio),
+        num_visible_entries(positions_BT, ratio),
+        restriction,
+        dims.index_topk,
+        dims.candidate_block_size,
+        num_kept,
+    )
+    return Selection(entries_BTk, kept_BTN if finds_candidates else candidates)
 
 
 def _select(

@@ -379,8 +379,9 @@ class Kernels(Section, frozen=True):
     attention_deterministic: bool = False
     """triton: sum the keys' gradient so that it is bitwise the same from run to run; slower.
     Summation order."""
-    indexer: Literal["auto", "reference", "triton"] = "reference"
-    """Indexer scores and top-k. Summation order of the scores; on equal scores bitwise."""
+    indexer: Literal["auto", "reference", "triton", "library"] = "reference"
+    """Indexer scores and top-k. triton: own kernels. library: the package cuDNN frontend. Summation
+    order of the scores; on equal scores bitwise."""
     mhc: Literal["reference", "triton", "auto"] = "reference"
     """What stands around a sublayer on the residual streams: projection, Sinkhorn, collapse and
     norm in one pass, write-back in another. auto: triton where it can run. Summation order."""

@@ -4,9 +4,9 @@ sparse_attention    attention to listed keys, forward and backward; reference:
                     models/sparse_attention.py. Kernels: sparse_attention_kernels in Triton, any
                     shape; sparse_attention_hopper in Gluon, the models' full width on a Hopper
                     sparse_attention_library: the same op by FlashMLA and cuDNN's frontend
-rest of attention   indexer (scores and top-k; reference: models/selection.py), rope (alone and
-                    with a projection), grouped_output (products without copies);
-                    attention_backends says which of them computes
+rest of attention   indexer (scores and top-k; reference: models/selection.py; indexer_library: the
+                    same by cuDNN's frontend), rope (alone and with a projection), grouped_output
+                    (products without copies); attention_backends says which of them computes
 FP8 experts         quantize (1 x 128 and 128 x 128 scales; rounding: exact, also interpreted),
                     moe_layout (rows by expert and back), swiglu, grouped_gemm, deep_gemm (the
                     package behind the same calls), moe_reference (the recipe in torch),
@@ -20,6 +20,8 @@ FP8 linears         the same kernels with one group, and fp8_linear_cast (a rota
 head                the loss and the logits' gradient, chunk by chunk; references: models/head.py
 engram              gate and sum in one pass, sums of row gradients, rows in host memory (kernels in
                     engram_kernels); reference and choice: models/engram_kernels.py
+single_stream       one residual stream around a sublayer in mHC's place; reference:
+                    models/single_stream.py
 mhc                 what stands around a sublayer on the residual streams, two passes each way
                     (kernels in mhc_kernels); reference: models/mhc.py, chosen by models/residual.py
 

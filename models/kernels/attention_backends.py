@@ -51,8 +51,10 @@ def unavailable_reason(op: AttentionOp, backend: Backend, target: Target) -> str
     if reason is not None:
         return reason
     if backend is Backend.LIBRARY:
-        from ppruntime.models.kernels import sparse_attention_library
+        from ppruntime.models.kernels import indexer_library, sparse_attention_library
 
+        if op is AttentionOp.INDEXER:
+            return indexer_library.unavailable_reason(target.device, target.dtype)
         return sparse_attention_library.unavailable_reason(target.device, target.dtype)
     if target.device.type == "cpu" and not kernels.is_interpreted():
         return "the model is on the CPU; TRITON_INTERPRET=1 runs the kernels there, slowly"
@@ -93,9 +95,13 @@ def attention_kernels(choice: Choice) -> AttentionKernels:
             library=choice.attention is Backend.LIBRARY,
         )
     if choice.indexer is Backend.TRITON:
-        from ppruntime.models.kernels.indexer import select_entries
+        from ppruntime.models.kernels import indexer
 
-        found["select"] = select_entries
+        found["select"] = indexer.select_entries
+    if choice.indexer is Backend.LIBRARY:
+        from ppruntime.models.kernels import indexer_library
+
+        found["select"] = indexer_library.select_entries
     if choice.rope is Backend.TRITON:
         from ppruntime.models.kernels import rope
 

@@ -24,15 +24,14 @@ import torch
 import triton
 from torch import Tensor
 
-from ppruntime.models.dims import ModelDims, num_candidate_blocks
-from ppruntime.models.documents import first_entries, num_visible_entries
+from ppruntime.models.dims import ModelDims
 from ppruntime.models.kernels.indexer_kernels import (
     INTERPRETED,
     candidate_kernel,
     score_kernel,
     select_kernel,
 )
-from ppruntime.models.selection import Selection
+from ppruntime.models.selection import Selection, select_by
 
 _ROWS = 32 if INTERPRETED.value else 1
 """Queries of one program of the selection."""
@@ -58,24 +57,10 @@ def select_entries(
     candidates: Tensor | None = None,
 ) -> Selection:
     """As `selection.select_entries`, but entries are int32."""
-    num_kept = 0
-    if finds_candidates:
-        candidates = None
-        if num_candidate_blocks(dims, keys_BCI.shape[1]) > 0:
-            num_kept = dims.candidate_blocks
-    restriction = candidates if candidates is not None and candidates.shape[-1] > 0 else None
-    entries_BTk, kept_BTN = _select(
-        q_BTHI,
-        weights_BTH,
-        keys_BCI,
-        first_entries(positions_BT, ratio),
-        num_visible_entries(positions_BT, ratio),
-        restriction,
-        dims.index_topk,
-        dims.candidate_block_size,
-        num_kept,
-    )
-    return Selection(entries_BTk, kept_BTN if finds_candidates else candidates)
+    return select_by(
+        _select, dims, q_BTHI, weights_BTH, keys_BCI, positions_BT, ratio,
+        finds_candidates=finds_candidates, candidates=candidates,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("ppruntime::index_select", mutates_args=())

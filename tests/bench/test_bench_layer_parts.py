@@ -18,6 +18,8 @@ def test_on_a_cpu_every_variant_that_runs_there_is_timed_and_agrees(tmp_path, ca
         ("head", "reference"),
         ("head", "chunked"),
         ("mhc", "reference"),
+        ("gated", "reference"),
+        ("layerscale", "reference"),
         ("engram gate", "reference"),
         ("engram rows", "plain"),
         ("engram rows", "routes"),
@@ -30,6 +32,9 @@ def test_on_a_cpu_every_variant_that_runs_there_is_timed_and_agrees(tmp_path, ca
     # Per token and bf16 channel: four streams in and out, y and x; three times four, and three.
     assert rows["mhc", "reference"]["forward"] == 8 * 64 * 2 * 10
     assert rows["mhc", "reference"]["backward"] == 8 * 64 * 2 * 15
+    # One stream: that in and out, y and x; two gradients in and y, two out, the stream and dx.
+    assert rows["gated", "reference"]["forward"] == 8 * 64 * 2 * 5
+    assert rows["layerscale", "reference"]["backward"] == 8 * 64 * 2 * 7
     assert rows["engram gate", "reference"]["forward"] == 8 * 64 * 2 * 13
     assert rows["engram gate", "reference"]["backward"] == 8 * 64 * 2 * 22
     assert rows["engram rows", "routes"]["errors"] == [0.0]

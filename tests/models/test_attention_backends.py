@@ -242,6 +242,8 @@ def test_auto_takes_the_reference_on_a_cpu_and_products_without_copies_anywhere(
         ("attention", "triton", {"head_dim": 64}, "at most half of a head's 64 channels"),
         ("attention", "library", {"num_heads": 32}, "64 heads of 512 channels, the model has 32"),
         ("indexer", "triton", {"index_head_dim": 96}, "the model's have 96"),
+        ("indexer", "library", {"index_heads": 8}, "the model has 8 of 128 and 512"),
+        ("indexer", "library", {"index_topk": 4096}, "2048 picks at most"),
         ("rope", "triton", {"rope_dim": 48}, "the model 48"),
     ],
 )
@@ -258,6 +260,8 @@ def test_what_cannot_run_says_what_is_missing_and_what_would_work(monkeypatch):
     reason = unavailable_reason(attention, Backend.LIBRARY, target)
     assert "need a Hopper GPU" in reason
     assert "kernels.attention" in reason
+    reason = unavailable_reason(AttentionOp.INDEXER, Backend.LIBRARY, target)
+    assert reason == 'cuDNN\'s indexer needs a Hopper GPU (sm_90); use kernels.indexer = "triton"'
     assert unavailable_reason(attention, triton, target) is None
     monkeypatch.delenv("TRITON_INTERPRET")
     assert "TRITON_INTERPRET=1" in unavailable_reason(attention, triton, target)
