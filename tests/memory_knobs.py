@@ -27,7 +27,12 @@ ORDERS = {
 
 
 def a_step_of_each(
-    rank: int, cases: Mapping[str, tuple[str, ...]], pp_size: int = 2, use_cuda: bool = False
+    rank: int,
+    cases: Mapping[str, tuple[str, ...]],
+    pp_size: int = 2,
+    use_cuda: bool = False,
+    dp: int = 1,
+    ep: int = 1,
 ) -> dict[str, tuple[list[float], str, int]]:
     """Per case what the step gave, a digest of the weights, and the pages of host memory."""
     from ppruntime.build import build_pipeline
@@ -38,14 +43,15 @@ def a_step_of_each(
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(use_cuda, warn_only=True)
-    ranks = join(Layout(pp_size, 1, 1), use_cuda=use_cuda, timeout_seconds=30)
+    ranks = join(Layout(pp_size, dp, ep), use_cuda=use_cuda, timeout_seconds=30)
     found = {}
     for number, (name, overrides) in enumerate(cases.items()):
         # One start stands for many: each has keys of its own in the store.
         Ranks.world_store = lambda _, key, n=number: PrefixStore(  # type: ignore[method-assign]
             f"{n} {key}", _get_default_store()
         )
-        base = (*SMALL, f"pp.size={pp_size}", "train.num_micro_batches=5")
+        sizes = (f"pp.size={pp_size}", f"parallel.dp={dp}", f"parallel.ep={ep}")
+        base = (*SMALL, *sizes, "train.num_micro_batches=5")
         config = load([CONFIG], [*base, *overrides])
         pipeline = build_pipeline(config, ranks)
         trainer, data = Trainer(config, ranks, pipeline), open_data(config)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from bad_steps import spoil
-from memory_knobs import BF16, IN_BACKWARD, MASTERS, SIGNS
+from holdings import Holdings, assert_no_more, holdings
+from memory_knobs import BF16, IN_BACKWARD, MASTERS, ORDERS, PACED, RECOMPUTED, SIGNS
 from small_runs import CONFIG, SMALL, train
 
 from ppruntime.manifest import check_files, find, read_state
@@ -93,11 +95,21 @@ def test_updates_in_the_backward_end_the_run_before_anything_damaged_is_saved(tm
     assert contents(run_dir) == contents(straight)
 
 
+@dataclass(frozen=True)
+class Skipped:
+    """Of a rank's good, two bad and a good step."""
+
+    states: list[str]
+    """Digests of all that a checkpoint would hold."""
+    in_a_row: list[int]
+    held: list[Holdings]
+    """After the second and the fourth."""
+
+
 def skips_of_each(
     rank: int, layout: tuple[int, int, int], cases: Mapping[str, tuple[str, ...]]
-) -> dict[str, tuple[list[str], list[int]]]:
-    """Per case digests of this rank's state after a good, two bad and a good step; the skips in a
-    row that it counted, and whether its norm was finite."""
+) -> dict[str, Skipped]:
+    """What came of each case."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     from ppruntime.build import build_pipeline
@@ -121,12 +133,13 @@ def skips_of_each(
         )
         pipeline = build_pipeline(config, ranks)
         trainer, data = Trainer(config, ranks, pipeline), open_data(config)
-        states, counts = [], []
+        states, counts, held = [], [], []
         for index in range(4):
             counts.append(trainer.step(index, data).skipped_in_a_row)
             states.append(_digest(trainer.state_tensors()))
             assert all(p.grad is None for p in pipeline.params.values()), "a gradient is left"
-        found[name] = states, counts
+            held.append(holdings(pipeline.host_pool.num_bytes))
+        found[name] = Skipped(states, counts, [held[1], held[3]])
         torch.distributed.barrier()
         pipeline.transport.close()
     leave()
@@ -149,15 +162,22 @@ CASES = {
 }
 
 
-def assert_all_skip(found: list[dict[str, tuple[list[str], list[int]]]]) -> None:
+EVERYTHING = (*BF16, *MASTERS, *PACED, *RECOMPUTED, *ORDERS["1f1b"], "train.num_micro_batches=3")
+
+
+def assert_all_skip(found: list[dict[str, Skipped]]) -> None:
     for rank, cases in enumerate(found):
-        for name, (states, counts) in cases.items():
-            assert counts == [0, 1, 2, 0], (rank, name)
-            assert states[0] == states[1] == states[2] != states[3], (rank, name)
+        for name, run in cases.items():
+            assert run.in_a_row == [0, 1, 2, 0], (rank, name)
+            first, second, third, last = run.states
+            assert first == second == third != last, (rank, name)
+            assert_no_more(*run.held)
 
 
-def test_what_is_not_finite_on_one_data_rank_is_skipped_by_all(run_ranks):
-    assert_all_skip(run_ranks(2, skips_of_each, (1, 2, 1), {"": CASES["bf16, masters"]}))
+def test_what_is_not_finite_on_one_rank_is_skipped_by_all_and_four_steps_leave_nothing(run_ranks):
+    found = run_ranks(2, skips_of_each, (2, 1, 1), {"": EVERYTHING}, timeout_seconds=280)
+    assert_all_skip(found)
+    assert found[0][""].held[0].host_bytes > 0
 
 
 @pytest.mark.long
