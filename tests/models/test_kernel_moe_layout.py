@@ -38,6 +38,20 @@ def test_kernels_give_the_layout_of_a_stable_sort(routing):
         assert torch.equal(got, getattr(expected, name)), name
 
 
+@CASES
+def test_a_pool_of_the_rows_that_the_host_counted_is_the_others_without_its_end(routing):
+    num = num_experts(routing)
+    usual = moe_layout.expert_layout_reference(routing, num)
+    num_rows = moe_layout.padded_rows(usual.count_E.tolist())
+    assert num_rows == usual.start_E1[-1]
+    for layout in (moe_layout.expert_layout, moe_layout.expert_layout_reference):
+        exact = layout(routing, num, num_rows)
+        assert torch.equal(exact.pair_P, usual.pair_P[:num_rows])
+        assert torch.equal(exact.expert_B, usual.expert_B[: num_rows // 128])
+        for name in ("row_NK", "start_E1", "count_E"):
+            assert torch.equal(getattr(exact, name), getattr(usual, name)), name
+
+
 @settings(max_examples=60)
 @given(
     num_tokens=st.integers(0, 60),
