@@ -13,9 +13,9 @@ from ppruntime.projector import Job, Origin
 from ppruntime.text_table import short
 
 if TYPE_CHECKING:
-    from ppruntime.calibrate_kernels import Kernels
     from ppruntime.config import Config
     from ppruntime.headline import Exchange, Row
+    from ppruntime.kernel_records import Kernels
 
 _PUBLISHED = (
     ("published, nccl", 28.94, "115.8 GB"),
@@ -45,8 +45,8 @@ def headline(
     micro_batches
         Per step of PP16 x EP8.
     """
-    from ppruntime.calibrate_kernels import read_kernels
     from ppruntime.config import load
+    from ppruntime.kernel_records import read_kernels
 
     kernels = read_kernels(benches)
 

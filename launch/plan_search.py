@@ -34,8 +34,9 @@ def search(
     json: bool,
 ) -> int:
     """Plans, prints, and gives the exit code. See `ppruntime plan --help`."""
-    from ppruntime.calibrate_kernels import kernel_calibration, read_kernels
+    from ppruntime.calibrate_kernels import kernel_calibration
     from ppruntime.calibration import read_calibration
+    from ppruntime.kernel_records import read_kernels
     from ppruntime.models.dims import counts
     from ppruntime.planner import find_plans
     from ppruntime.planner_inputs import expert_variants, task_of

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from ppruntime.calibrate_kernels import (
     IB_BYTES_PER_S,
-    Kernels,
     kernel_calibration,
     per_step_rows,
     remote_copies,
@@ -23,6 +22,7 @@ from ppruntime.calibrate_kernels import (
 )
 from ppruntime.calibration import PerStep
 from ppruntime.config import Config
+from ppruntime.kernel_records import Kernels
 from ppruntime.models.dims import counts, unit_specs
 from ppruntime.pipeline_projection import HopCost, Parts, Piece, StageCost
 from ppruntime.plan import cut

@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppruntime.calibrate_kernels import (
-    kernel_calibration,
-    read_kernels,
-    remote_copies,
-    unit_pieces,
-)
+from ppruntime.calibrate_kernels import kernel_calibration, remote_copies, unit_pieces
 from ppruntime.config import load
 from ppruntime.headline import (
     H200_BYTES,
@@ -21,6 +16,7 @@ from ppruntime.headline import (
     job_of,
     project_plan,
 )
+from ppruntime.kernel_records import read_kernels
 from ppruntime.models.dims import preset, unit_specs
 from ppruntime.planner import uniform_plan
 from ppruntime.planner_inputs import task_of

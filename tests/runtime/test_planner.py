@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppruntime.calibrate_kernels import kernel_calibration, read_kernels
+from ppruntime.calibrate_kernels import kernel_calibration
 from ppruntime.config import load
+from ppruntime.kernel_records import read_kernels
 from ppruntime.launch.cli import main
 from ppruntime.launch.plan_search import BENCHES, overrides
 from ppruntime.models.dims import unit_specs

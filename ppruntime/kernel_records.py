@@ -1,0 +1,158 @@
+"""What the benches recorded of kernels alone: experts, sparse attention, transports. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ppruntime.projector import ProjectionError
+from ppruntime.schedules.machine import Interference
+
+_LARGE = 335_544_320
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTimes:
+    """Seconds of the routed experts of one rank and micro-batch, the fastest backend measured."""
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    fused_gain_s: float
+    """What two micro-batches' weight gradients in one launch save, per micro-batch."""
+    turn_s: float
+    """Turning FP8 weights when a backward asks for it, instead of keeping a turned copy."""
+    quantise_s: float
+    """Weights to FP8, once a step."""
+    held_bytes: float
+    """Kept from forward to backward."""
+    rows: int
+    samples: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What the benches say. Rates are of one GPU."""
+
+    experts: ExpertTimes
+    attention_s: Mapping[int, tuple[float, float]]
+    """By slots a query sees: (forward, backward) at `attention_tokens` tokens."""
+    attention_tokens: int
+    attention_samples: int
+    bf16_flops: float
+    memory_bytes_per_s: float
+    """Read and written, in a copy."""
+    nvlink_bytes_per_s: Mapping[str, float]
+    """One way, by transport, at the size of a boundary."""
+    interference: Mapping[str, Interference]
+    device: str
+    dates: tuple[str, ...]
+
+
+def read_kernels(folder: Path) -> Kernels:
+    """From moe-experts, layers-attention and transports .json. Raises ProjectionError if one of
+    them is not there or lacks a row."""
+    try:
+        moe, layers, moved = (
+            json.loads((folder / f"{name}.json").read_text())
+            for name in ("moe-experts", "layers-attention", "transports")
+        )
+        return Kernels(
+            experts=_experts(moe),
+            attention_s=_attention(layers),
+            attention_tokens=layers["tokens"],
+            attention_samples=min(len(row["milliseconds"]) for row in layers["rows"]),
+            bf16_flops=min(
+                1e12 * _median(moved, "bf16 matmul alone", "no transfer", 0),
+                1e12 * layers["matmul_teraflops"],
+            ),
+            memory_bytes_per_s=2e9 * _median(moved, "copy inside a GPU", "raw peer copy"),
+            nvlink_bytes_per_s={
+                kind: 1e9 * _median(moved, "one way", kind) for kind in ("nccl", "put")
+            },
+            interference={kind: _interference(moved, kind) for kind in ("nccl", "put")},
+            device=moe["device"],
+            dates=tuple(record["date"][:10] for record in (moe, layers, moved)),
+        )
+    except (OSError, KeyError, ValueError, StopIteration) as error:
+        raise ProjectionError(
+            f"{folder} has no complete kernel records ({type(error).__name__}: {error}); run the "
+            "benches moe, layers and transports, or name another folder with --benches"
+        ) from error
+
+
+def _experts(record: Mapping[str, Any]) -> ExpertTimes:
+    """The fastest backend for forward and backward in the case of eight ranks."""
+    rows = {(r["shape"], r["phase"], r["variant"]): r for r in record["rows"]}
+
+    def seconds(phase: str, variant: str, shape: str = "ep8") -> float:
+        return float(rows[shape, phase, variant]["median_ms"]) / 1e3
+
+    suffix = " (1 micro-batches)"
+    name = min(
+        (v for s, phase, v in rows if s == "ep8" and phase == "fwd + bwd" and v.endswith(suffix)),
+        key=lambda variant: seconds("fwd + bwd", variant),
+    )
+    backend = name.removesuffix(suffix)
+    whole, forward = seconds("fwd + bwd", name), seconds("forward", backend)
+    weight = sum(
+        min(
+            r["median_ms"] / 1e3
+            for (s, p, v), r in rows.items()
+            if s == "ep8" and p == phase and v.startswith(backend.split(",")[0])
+        )
+        for phase in ("wgrad W13", "wgrad W2")
+    )
+    both = seconds("fwd + bwd", f"{backend}, n=2 (2 micro-batches)") / 2
+    kept = next(n for n in record["notes"] if n.startswith(f"ep8 {backend}: keeps"))
+    case = next(n for n in record["notes"] if n.startswith("ep8: "))
+    samples = len(rows["ep8", "fwd + bwd", name]["milliseconds"])
+    return ExpertTimes(
+        forward_s=forward,
+        input_grad_s=whole - forward - weight,
+        weight_grad_s=weight,
+        fused_gain_s=whole - both,
+        turn_s=seconds("turn", "on demand", "weights"),
+        quantise_s=seconds("quantise", "with turned copy", "weights"),
+        held_bytes=1e9 * float(kept.split("keeps ")[1].split()[0]),
+        rows=int(case.split("ep8: ")[1].split()[0]),
+        samples=samples,
+        source=f"moe-experts.json, ep8, {backend}, {samples} samples",
+    )
+
+
+def _attention(record: Mapping[str, Any]) -> dict[int, tuple[float, float]]:
+    best: dict[tuple[str, int], float] = {}
+    for row in record["rows"]:
+        if row["failure"] or row["part"] not in ("forward", "backward"):
+            continue
+        key = (row["part"], row["slots"])
+        best[key] = min(best.get(key, float("inf")), row["median"] / 1e3)
+    return {slots: (best["forward", slots], best["backward", slots]) for _, slots in best}
+
+
+def _median(record: Mapping[str, Any], metric: str, kind: str, num_bytes: int = _LARGE) -> float:
+    values = [
+        value
+        for row in record["rows"]
+        if (row["metric"], row["kind"], row["num_bytes"]) == (metric, kind, num_bytes)
+        for value in row["values"]
+    ]
+    if not values:
+        raise KeyError(f"{metric}, {kind}, {num_bytes} bytes")
+    return float(median(values))
+
+
+def _interference(record: Mapping[str, Any], kind: str) -> Interference:
+    """Mean over the two GEMMs that the bench ran beside the transport."""
+
+    def share(way: str) -> float:
+        gemms = ("bf16 matmul", "FP8 grouped GEMM")
+        return sum(_median(record, f"{gemm}, {way}", kind) for gemm in gemms) / 2 / 100
+
+    return Interference(max(0.0, share("one way")), max(0.0, share("both ways")))
