@@ -8,9 +8,11 @@ numbers     dims, dims_rules, parameters, presets, engram_hash, activation_bytes
 contracts   carry, linear (weight gradients that can wait), init
 documents   packed documents: starts, groups, visible entries; used wherever attention looks back
 attention   attention (V4.1), attention_v4, compressor_v4, indexer, selection (top-k of its scores),
-            sparse_attention, rope, quantize; attention_kernels (the record of operations that a run
-            chooses), kernel_limits (sizes that kernels take; without torch)
-residual    residual (what a unit calls), mhc, mhc_v4 (the head's collapse)
+            index_loss (what teaches an indexer), sparse_attention, rope, quantize;
+            attention_kernels (the record of operations that a run chooses), kernel_limits (sizes
+            that kernels take; without torch)
+residual    residual (what a unit calls), mhc, mhc_v4 (the head's collapse), single_stream (one in
+            place of mHC's)
 engram      engram (hash, lookup, gate), engram_rows (a table that lies over ranks or is read
             ahead), engram_kernels (the record of operations that a run chooses)
 experts     moe, router, experts, expert_rows, expert_products; fp8_experts (over kernels/),
