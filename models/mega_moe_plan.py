@@ -83,7 +83,8 @@ def pool_rows(counts_PE: Tensor) -> list[int]:
 def make_plan(
     counts_PE: Tensor, rank: int, *, capacity_factor: float | None = None, num_pairs: int = 0
 ) -> PoolPlan:
-    """The pool of `rank` when rank p has counts_PE[p, e] rows for expert e.
+    """The pool of `rank` when rank p has counts_PE[p, e] rows for expert e. One that gets none has a
+    block of padding: every rank runs every kernel, and so has loaded it before the first step.
 
     With a `capacity_factor` no rank may get more than `most_pool_rows` of it, `num_pairs` being the
     pairs of a rank's full micro-batch. Raises PoolOverflow with one text on all ranks.
@@ -96,6 +97,8 @@ def make_plan(
     own = slice(rank * here, (rank + 1) * here)
     counts_PL = counts_PE[:, own]
     start_L1 = padded_starts(counts_PL.sum(0))
+    if not start_L1[-1]:
+        start_L1[1:] = BLOCK
     blocks_L = start_L1.diff() // BLOCK
     return PoolPlan(
         start_L1=start_L1,

@@ -110,7 +110,11 @@ def proxy_fence():
         )
 
 
-@triton.jit
+# Numbers that change from call to call are not specialised on: a variant that is first needed in
+# the middle of a step would be loaded there, for which CUDA may wait for all that runs.
+
+
+@triton.jit(do_not_specialize=["epoch"])
 def _meet(
     bases_ptr, error_ptr, words_offset, epoch, limit, rank,
     RANKS: tl.constexpr, ARRIVE: tl.constexpr, WAIT: tl.constexpr,
@@ -210,7 +214,7 @@ def find_rows_reference(
     return FoundRows(home_R, pair_R, weight_R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _pull_rows(
     bases_ptr, rows_offset, scales_offset, home_ptr, flag_ptr, out_ptr, scale_ptr, scale_by_row_ptr,
     num_parts, R, most_pairs, WORDS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr,
@@ -244,7 +248,7 @@ def _pull_rows(
         tl.atomic_add(flag_ptr + part * ROWS // 128, 1, sem="release", scope="gpu")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _pull_and_quantize(
     bases_ptr, rows_offset, home_ptr, flag_ptr, out_ptr, data_ptr, scale_ptr,
     num_parts, R, most_pairs, C: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr,
