@@ -83,8 +83,8 @@ def pool_rows(counts_PE: Tensor) -> list[int]:
 def make_plan(
     counts_PE: Tensor, rank: int, *, capacity_factor: float | None = None, num_pairs: int = 0
 ) -> PoolPlan:
-    """The pool of `rank` when rank p has counts_PE[p, e] rows for expert e. One that gets none has a
-    block of padding: every rank runs every kernel, and so has loaded it before the first step.
+    """The pool of `rank` when rank p has counts_PE[p, e] rows for expert e. One that gets none has
+    a block of padding: every rank runs every kernel, and so has loaded it before the first step.
 
     With a `capacity_factor` no rank may get more than `most_pool_rows` of it, `num_pairs` being the
     pairs of a rank's full micro-batch. Raises PoolOverflow with one text on all ranks.
