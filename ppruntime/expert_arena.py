@@ -46,12 +46,15 @@ def open_mega_moe(config: Config, ranks: Ranks, *, timeout_seconds: float) -> Me
             "multiprocessors for the products that run beside it; use fewer"
         )
     exchange = ProcessExchange.of(open_expert_group(ranks, timeout_seconds=timeout_seconds))
+    store = ranks.world_store("arenas")
+    # The n-th opening of this rank meets the n-th of the others, under names of its own.
+    number = store.add(f"openings of rank {ranks.rank}", 1)
     arena = open_arena(
         arena_shape(config),
         exchange.ranks,
         ranks.rank,
         ranks.device,
-        PrefixStore(f"arena {exchange.name}", ranks.world_store("arenas")),
+        PrefixStore(f"opening {number} of {exchange.name}", store),
         timeout_seconds=timeout_seconds,
     )
     options = MegaMoeOptions(
