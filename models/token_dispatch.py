@@ -67,9 +67,17 @@ class TokenDispatcher:
         )
         return widened(y_ND)
 
-    def chunks(self, x: Tensor) -> tuple[Tensor, ...]:
+    def chunks(self, x: Tensor) -> list[Tensor]:
         """Parts of [N, ...], as even as can be; some may be empty."""
-        return torch.tensor_split(x, self.num_chunks)
+        return [part.contiguous() for part in torch.tensor_split(x, self.num_chunks)]
+
+    def wire_chunks(self, x_ND: Tensor, fp8: bool) -> list[WireRows]:
+        """The same, as they travel. All are rounded before any is sent: a part's transfer may then
+        begin although the experts of the part before are still computing."""
+        if not fp8:
+            return [*self.chunks(x_ND)]
+        data, scale = to_wire(x_ND)
+        return [*zip(self.chunks(data), self.chunks(scale), strict=True)]
 
     def functions(self, experts: AnyExperts) -> TokenExperts:
         """The experts as functions of tensors."""
@@ -80,14 +88,15 @@ class TokenDispatcher:
     ) -> list[Tensor]:
         """y, then per chunk what `_Kept` names; `num` experts in all."""
         functions, buffer = self.functions(experts), self.buffer
-        weights, dtype, begun = functions.prepared(), x_ND.dtype, buffer.now()
-        parts = [self.chunks(t) for t in (x_ND, expert_NK, weight_NK)]
+        weights, dtype = functions.prepared(), x_ND.dtype
+        rows = self.wire_chunks(x_ND, self.wire.fp8)
+        expert_parts, weight_parts = self.chunks(expert_NK), self.chunks(weight_NK)
+        begun = buffer.now()
 
         def send(index: int) -> Pending[Arrived]:
-            x, expert, weight = (part[index].contiguous() for part in parts)
-            rows: WireRows = to_wire(x) if self.wire.fp8 else x
-            after = buffer.now() if self.wire.fp8 else begun
-            return buffer.dispatch(rows, expert, weight, num, after=after)
+            return buffer.dispatch(
+                rows[index], expert_parts[index], weight_parts[index], num, after=begun
+            )
 
         coming, outputs = send(0), list[Tensor]()
         going: list[Pending[tuple[Tensor, Tensor | None]]] = []
@@ -102,23 +111,19 @@ class TokenDispatcher:
                 coming = send(index + 1)
             going.append(buffer.combine(y_SD, arrived.handle, None, after=ready))
             outputs += _Kept.of(arrived, kept).tensors()
-        y_ND = torch.cat([finish()[0] for finish in going])
-        return [y_ND, *outputs]
+        return [_joined([finish()[0] for finish in going]), *outputs]
 
     def backward(
         self, experts: AnyExperts, weights: Any, grad_ND: Tensor, outputs: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Gradients of x and of the routing weights; those of the weights are put."""
         functions, buffer = self.functions(experts), self.buffer
-        dtype, begun = grad_ND.dtype, buffer.now()
-        kept = _Kept.split(outputs, self.num_chunks)
-        grads = self.chunks(grad_ND)
+        dtype, kept = grad_ND.dtype, _Kept.split(outputs, self.num_chunks)
+        rows = self.wire_chunks(grad_ND, self.wire.fp8_grad)
+        begun = buffer.now()
 
         def send(index: int) -> Pending[WireRows]:
-            grad = grads[index].contiguous()
-            rows: WireRows = to_wire(grad) if self.wire.fp8_grad else grad
-            after = buffer.now() if self.wire.fp8_grad else begun
-            return buffer.again(rows, kept[index].handle, after=after)
+            return buffer.again(rows[index], kept[index].handle, after=begun)
 
         coming = send(0)
         going: list[Pending[tuple[Tensor, Tensor | None]]] = []
@@ -127,7 +132,6 @@ class TokenDispatcher:
             grad_x_SD, grad_weight_SK, operands = functions.over_tokens_backward(
                 coming(), part.expert_SK, part.weight_SK, weights, part.rest, part.counts, dtype
             )
-
             ready = buffer.now()
             if index + 1 < self.num_chunks:
                 coming = send(index + 1)
@@ -141,7 +145,11 @@ class TokenDispatcher:
             task()
         results = [finish() for finish in going]
         grad_weights = [weight for _, weight in results if weight is not None]
-        return torch.cat([x for x, _ in results]), torch.cat(grad_weights)
+        return _joined([x for x, _ in results]), _joined(grad_weights)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 class _Kept(NamedTuple):

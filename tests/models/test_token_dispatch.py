@@ -303,6 +303,55 @@ def test_a_recompute_neither_sends_nor_multiplies_again(found):
         assert num_calls > 12
 
 
+class Alone:
+    """The exchange of a group of one."""
+
+    name, rank, num_ranks = "alone", 0, 1
+
+    def begin(self, outgoing, incoming, what):
+        incoming[0].copy_(outgoing[0])
+        return lambda: None
+
+
+class Noted(ExchangeBuffer):
+    """A buffer that notes its calls and the moment after which each may begin."""
+
+    def __init__(self) -> None:
+        super().__init__(Alone())
+        self.moments, self.calls = 0, []
+
+    def now(self):
+        self.moments += 1
+        return self.moments
+
+    def dispatch(self, *args, after):
+        coming = super().dispatch(*args, after=after)
+        del self.calls[-1]  # its rows go by `again`
+        self.calls.append(("there", after))
+        return coming
+
+    def again(self, *args, after):
+        self.calls.append(("there", after))
+        return super().again(*args, after=after)
+
+    def combine(self, *args, after):
+        self.calls.append(("back", after))
+        return super().combine(*args, after=after)
+
+
+@pytest.mark.parametrize("wire", [WireOptions(), WireOptions(fp8=True, fp8_grad=True)])
+def test_a_part_is_sent_while_the_one_before_is_computed_and_waits_for_none_of_it(wire):
+    buffer = Noted()
+    results(TokenDispatcher(buffer, wire, num_chunks=3), "even", 0, fp8=None)
+    order = ["there", "there", "back", "there", "back", "back"]
+    forward, backward = buffer.calls[:6], buffer.calls[6:]
+    for calls in (forward, backward):
+        assert [what for what, _ in calls] == order
+        assert len({after for what, after in calls if what == "there"}) == 1
+        back = [after for what, after in calls if what == "back"]
+        assert back == sorted(set(back)), "each waits for its own experts"
+
+
 def test_what_travels_in_fp8_is_exact_on_arrival_and_takes_a_byte_a_value_and_four_a_group():
     torch.manual_seed(0)
     rows = torch.randn(5, 256, dtype=torch.bfloat16) * torch.logspace(-6, 6, 5).unsqueeze(1)
