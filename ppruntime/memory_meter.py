@@ -29,7 +29,13 @@ class MemoryMeter:
             return MemoryWatch(DeviceCounter(self._device))
         pipeline = self._trainer.pipeline
         units = [unit for _, unit in pipeline.units]
-        standing = (*self._trainer.state_tensors().values(), *gathered_weights(units))
+        # Tables that are to lie in host memory count nowhere, as on a GPU.
+        state = (
+            tensor
+            for name, tensor in self._trainer.state_tensors().items()
+            if _parameter(name) not in pipeline.on_host
+        )
+        standing = (*state, *gathered_weights(units))
         counter = TensorCounter(
             standing, other_bytes=pipeline.slot_bytes, is_elsewhere=pipeline.host_pool.has
         )
@@ -53,6 +59,8 @@ class MemoryMeter:
                 reserved += dispatcher.outside_bytes
         if watch is not None:
             peak = max(peak or 0, watch.peak_bytes)
+            if reserved is not None:
+                reserved = max(reserved, watch.reserved_bytes)
         moments = {
             name: tensor
             for name, tensor in self._trainer.state_tensors().items()
@@ -73,6 +81,11 @@ class MemoryMeter:
         """`read` of every rank of the pipeline. A collective."""
         found = gather_bytes(msgspec.json.encode(self.read(watch)), group)
         return tuple(msgspec.json.decode(each, type=MeasuredMemory) for each in found)
+
+
+def _parameter(name: str) -> str:
+    """Whose state a tensor is, by its name in `Trainer.state_tensors`."""
+    return name.split(".", 2)[2] if name.startswith("optim.") else name
 
 
 def _local_bytes(tensor: Tensor) -> int:

@@ -51,6 +51,11 @@ class MemoryWatch:
         """The most of all ops."""
         return max((op.peak_bytes for op in self._found), default=0)
 
+    @property
+    def reserved_bytes(self) -> int:
+        """The most that the allocator held behind an op; 0 where there is none."""
+        return max((op.reserved_bytes or 0 for op in self._found), default=0)
+
     def watched(
         self, program: Iterable[tuple[str, Callable[[], None]]]
     ) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -8,7 +8,7 @@ from html import escape
 
 from ppruntime.schedules.draw import nice_step
 
-_HEIGHT, _HEAD, _FOOT, _MARGIN = 160.0, 44.0, 40.0, 84.0
+_HEIGHT, _HEAD, _FOOT, _MARGIN = 160.0, 44.0, 64.0, 84.0
 _BAR = 14.0
 _LIVE, _PEAK, _PREDICTED = "#7cb9f2", "#d5e6f7", "#cc7a00"
 

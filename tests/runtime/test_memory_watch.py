@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 
+import pytest
 import torch
 from small_runs import CONFIG, SMALL
 
@@ -18,7 +19,7 @@ from ppruntime.memory_record import (
     read_memory,
     write_memory,
 )
-from ppruntime.memory_watch import MemoryWatch, TensorCounter
+from ppruntime.memory_watch import DeviceCounter, MemoryWatch, TensorCounter
 
 
 def watch_of(*standing: torch.Tensor, other_bytes: int = 0) -> MemoryWatch:
@@ -85,6 +86,24 @@ def test_what_lies_elsewhere_does_not_count():
     counter = TensorCounter((), is_elsewhere=lambda storage: storage.data_ptr() == address)
     found = run(MemoryWatch(counter), F=lambda: page[:100].fill_(0))
     assert found["F"].peak_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_allocator_counts():
+    device = torch.device("cuda", 0)
+    kept = {}
+
+    def forward() -> None:
+        kept["y"] = torch.ones(1 << 20, device=device) * 2  # 4 MiB, beside as much
+
+    watch = MemoryWatch(DeviceCounter(device))
+    found = run(watch, F=forward, S=lambda: None, B=lambda: kept.clear())
+    before = found["B"].live_bytes
+    assert found["F"].live_bytes - before == found["S"].peak_bytes - before == 4 << 20
+    assert found["F"].peak_bytes - before == 8 << 20
+    assert watch.peak_bytes == found["F"].peak_bytes
+    assert watch.reserved_bytes >= watch.peak_bytes
 
 
 def test_a_record_is_written_with_the_ledger_s_numbers_and_reads_back(tmp_path):
