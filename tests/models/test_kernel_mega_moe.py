@@ -120,7 +120,7 @@ def test_rows_are_pulled_in_order_and_every_block_says_when_it_is_there(group, f
     sources, scales = group.x, None
     if fp8:
         quantized = [quantize.quantize_rows_reference(x, power_of_two=True) for x in group.x]
-        sources, scales = [q.data for q in quantized], [q.scale for q in quantized]
+        sources, scales = [q.data for q in quantized], [q.scale.cpu() for q in quantized]
     for rank, arena in enumerate(group.arenas):
         num_tokens = len(group.x[rank])
         if fp8:
@@ -132,7 +132,7 @@ def test_rows_are_pulled_in_order_and_every_block_says_when_it_is_there(group, f
     where = {"per_token": PER_TOKEN, "most_pairs": group.shape.most_pairs}
     for rank in range(len(group.arenas)):
         pool, home_R = group.pulled(rank, fp8=fp8), group.found(rank).home_R
-        expected = mega_moe.pull_rows_reference(sources, home_R, **where)
+        expected = mega_moe.pull_rows_reference([one.cpu() for one in sources], home_R, **where)
         assert torch.equal(values(pool.data_RC), values(expected.to(DEVICE)))
         assert (pool.flag_B == mega_moe.PARTS).all()
         if scales is not None:
