@@ -226,6 +226,46 @@ def test_weight_gradients_after_the_combine_change_no_step_and_fp8_rows_change_a
         assert step.grad_norm != other.grad_norm
 
 
+def train_by_tokens(rank: int, run_dir: str, overrides: tuple[str, ...]):
+    """A run with deep_ep's dispatcher, in two parts, on the readable buffer."""
+    import ppruntime.build as module
+    from ppruntime.expert_exchange import ProcessExchange
+    from ppruntime.models.dispatch import WireOptions
+    from ppruntime.models.token_buffer import ExchangeBuffer
+    from ppruntime.models.token_dispatch import TokenDispatcher
+    from ppruntime.ranks import open_expert_group
+
+    def opened(config, ranks, *, timeout_seconds):
+        group = open_expert_group(ranks, timeout_seconds=timeout_seconds)
+        buffer = ExchangeBuffer(ProcessExchange.of(group))
+        return TokenDispatcher(buffer, WireOptions(), num_chunks=2)
+
+    module.open_dispatcher = opened
+    return train(rank, run_dir, overrides)
+
+
+@pytest.mark.long
+def test_tokens_sent_once_train_as_rows_do_and_a_recompute_changes_no_bit(tmp_path, run_ranks):
+    two = (*COMMON, *TWO_LAYERS, *EP2)
+    runs = {
+        "rows": (train, ()),
+        "tokens": (train_by_tokens, ()),
+        "recomputed": (train_by_tokens, ("ac.mode=full",)),
+        "all-again": (train_by_tokens, ("ac.mode=full_moe",)),
+        "deferred": (train_by_tokens, ("pp.schedule=1f1b_w",)),
+    }
+    for name, (run, more) in runs.items():
+        told = run_ranks(2, run, str(tmp_path / name), (*two, *more))
+        assert [code for code, _, _ in told] == [0, 0], told
+    path = {name: tmp_path / name / "metrics.jsonl" for name in runs}
+    for name in ("recomputed", "all-again", "deferred"):
+        assert compare_metrics(path[name], path["tokens"]).equal, name
+    for step, other in zip(read_metrics(path["tokens"]), read_metrics(path["rows"]), strict=True):
+        assert step.loss == pytest.approx(other.loss, rel=1e-5)
+        assert step.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+        assert step.max_loads == other.max_loads
+
+
 # --- faults ---------------------------------------------------------------------------------------
 
 LIMIT_SECONDS = 14
