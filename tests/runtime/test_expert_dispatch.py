@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 from small_runs import CONFIG, SMALL, train
 
-from ppruntime.config import load
+from ppruntime.config import ConfigError, load
 from ppruntime.deep_ep import unavailable_reason
-from ppruntime.expert_dispatch import wire_options
+from ppruntime.expert_dispatch import open_dispatcher, wire_options
 from ppruntime.expert_options import ExpertChoice, moe_options
 from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.models.moe import HERE
@@ -18,15 +19,27 @@ from ppruntime.models.moe import HERE
 DEEP_EP = ("parallel.ep=2", "moe.dispatch.type=deep_ep", "train.precision=bf16")
 
 
+ON_THE_CPU = (
+    'moe.dispatch.type = "deep_ep" moves tokens between GPUs, this run is on the cpu; use '
+    'moe.dispatch.type = "torch" to run without it'
+)
+
+
+def test_deep_ep_on_the_cpu_is_refused_with_the_dispatcher_that_works_before_anything_is_opened():
+    config = load([CONFIG], [*SMALL, *DEEP_EP, "pp.size=1", "run.device=auto"])
+    nothing_else = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(ConfigError) as caught:
+        open_dispatcher(config, nothing_else, timeout_seconds=1)
+    assert str(caught.value) == ON_THE_CPU
+
+
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
 def test_deep_ep_on_the_cpu_ends_the_run_with_the_dispatcher_that_works(tmp_path, run_ranks):
     overrides = (*DEEP_EP, "pp.size=1", "run.device=auto")
     ended = run_ranks(2, train, str(tmp_path / "run"), overrides)
     assert [code for code, _, _ in ended] == [2, 2]
-    assert (
-        'moe.dispatch.type = "deep_ep" moves tokens between GPUs, this run is on the cpu; use '
-        'moe.dispatch.type = "torch" to run without it'
-    ) in "".join(told for _, _, told in ended)
+    assert ON_THE_CPU in "".join(told for _, _, told in ended)
 
 
 @pytest.mark.skipif(find_spec("deep_ep") is not None, reason="says that the package is missing")
