@@ -60,8 +60,9 @@ from ppruntime.models.kernels.quantize import (
 )
 from ppruntime.models.kernels.swiglu import swiglu, swiglu_backward
 from ppruntime.models.linear import now_or_later
-from ppruntime.models.mega_moe_arena import Arena, MeetingError, error_text
+from ppruntime.models.mega_moe_arena import Arena, error_text
 from ppruntime.models.mega_moe_plan import make_plan, unpacked
+from ppruntime.models.mega_moe_rules import MeetingError
 from ppruntime.models.precision import widened
 from ppruntime.models.router import Routing
 

@@ -28,10 +28,6 @@ from ppruntime.models.kernels.quantize import GROUP, Quantized
 from ppruntime.models.mega_moe_rules import MOST_RANKS, ArenaShape
 
 
-class MeetingError(RuntimeError):
-    """A rank of an expert group did not come, or its rows did not. Says who waited for whom."""
-
-
 class Arena:
     """One rank's arena and its way to the others'.
 

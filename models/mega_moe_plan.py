@@ -19,11 +19,7 @@ import torch
 from torch import Tensor
 
 from ppruntime.models.fp8_expert_rules import BLOCK
-from ppruntime.models.mega_moe_rules import most_pool_rows
-
-
-class PoolOverflow(RuntimeError):
-    """A rank would get more rows than it may keep. Every rank of the group raises it alike."""
+from ppruntime.models.mega_moe_rules import PoolOverflow, most_pool_rows
 
 
 @dataclass(frozen=True, slots=True)

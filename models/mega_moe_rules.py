@@ -1,4 +1,5 @@
-"""Sizes of the fused MoE layer's memory. Pure, without torch: plan, ledger and rules read it."""
+"""Sizes of the fused MoE layer's memory, and its errors. Without torch: plan, ledger, rules and
+who reports errors read it."""
 
 from __future__ import annotations
 
@@ -10,6 +11,15 @@ from ppruntime.models.fp8_expert_rules import BLOCK, most_rows
 MOST_RANKS = 64
 """Ranks that an arena has words for."""
 _ALIGNMENT = 256
+
+
+class PoolOverflow(RuntimeError):
+    """A rank would get more rows than it may keep. Every rank of the group raises it alike."""
+
+
+class MeetingError(RuntimeError):
+    """A rank of an expert group did not come, or its rows did not. Says who waited for whom; every
+    rank of the group raises it alike."""
 
 
 def most_pool_rows(capacity_factor: float, num_pairs: int, num_here: int) -> int:

@@ -16,6 +16,7 @@ from ppruntime.ledger import MeasuredMemory
 from ppruntime.manifest import CheckpointError, TrainingState, find
 from ppruntime.metrics import MetricsLog, ProgressLine, StepMetrics, mfu, peak_flops
 from ppruntime.models.dims import counts
+from ppruntime.models.mega_moe_rules import MeetingError, PoolOverflow
 from ppruntime.nonfinite import NonFiniteError
 from ppruntime.ranks import Ranks
 from ppruntime.run_dir import ExitCode, RunDir, RunDirError, Status
@@ -36,6 +37,8 @@ _EXIT_CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
     (DisagreementError, ExitCode.DISAGREEMENT),
     (TransportError, ExitCode.RANK_DIED),
     (DispatchError, ExitCode.RANK_DIED),
+    (MeetingError, ExitCode.RANK_DIED),
+    (PoolOverflow, ExitCode.OUT_OF_MEMORY),
     (InterruptedTwiceError, ExitCode.INTERRUPTED),
     (StoppedError, ExitCode.STOPPED),
 )

@@ -26,6 +26,7 @@ from ppruntime.memory_meter import MemoryMeter
 from ppruntime.memory_record import RankMemory, beside_the_ledger, write_memory
 from ppruntime.memory_watch import MemoryWatch
 from ppruntime.messages import any_rank, broadcast_bytes, first_complaint, gather_bytes
+from ppruntime.models.mega_moe_rules import MeetingError
 from ppruntime.nonfinite import Skips
 from ppruntime.profiling import align_clocks, gather_step, write_timeline
 from ppruntime.ranks import Layout, Ranks, check_world, join, leave, started_rank
@@ -78,7 +79,7 @@ def _naming_the_lost(ranks: Ranks) -> Iterator[None]:
         yield
     except RuntimeError as error:
         # Of a peer that did not come to an exchange nobody knows yet whether it has ended.
-        if isinstance(error, FORESEEN) and not isinstance(error, DispatchError):
+        if isinstance(error, FORESEEN) and not isinstance(error, DispatchError | MeetingError):
             raise
         if not (lost := ranks.lost(within_seconds=LOSS_SECONDS)):
             raise
@@ -90,7 +91,7 @@ def _loss(lost: tuple[int, ...], error: RuntimeError) -> TransportError:
         f"rank {' and rank '.join(map(str, lost))} is lost, the process has ended; its own output"
         " may say why"
     )
-    if isinstance(error, DispatchError):
+    if isinstance(error, DispatchError | MeetingError):
         found.add_note(str(error))
     for note in getattr(error, "__notes__", ()):
         found.add_note(note)

@@ -19,9 +19,7 @@ from ppruntime.models.fp8_experts import Fp8Experts, Fp8Options, MicroBatch
 from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.models.linear import WeightGradQueue, set_queue
 from ppruntime.models.mega_moe import MegaMoeOptions, bf16_weight_grads
-from ppruntime.models.mega_moe_arena import MeetingError
-from ppruntime.models.mega_moe_plan import PoolOverflow
-from ppruntime.models.mega_moe_rules import ArenaShape
+from ppruntime.models.mega_moe_rules import ArenaShape, MeetingError, PoolOverflow
 from ppruntime.models.router import Routing
 from ppruntime.models.save_points import SavePoint, point_of
 

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from ppruntime.models.kernels.moe_layout import expert_layout_reference
 from ppruntime.models.mega_moe_plan import (
     BLOCK,
-    PoolOverflow,
     make_plan,
     pool_rows,
     unpacked,
 )
-from ppruntime.models.mega_moe_rules import ArenaShape, most_pool_rows
+from ppruntime.models.mega_moe_rules import ArenaShape, PoolOverflow, most_pool_rows
 
 
 def counts_of(routings, num_experts):

@@ -7,7 +7,10 @@ from ppruntime.config import load
 from ppruntime.expert_arena_bytes import arena_bytes, arena_shape
 from ppruntime.expert_dispatch import unavailable_reason
 from ppruntime.ledger import predict
+from ppruntime.models.mega_moe_rules import MeetingError, PoolOverflow
 from ppruntime.plan_report import report
+from ppruntime.reporting import exit_code
+from ppruntime.run_dir import ExitCode
 
 FUSED = (
     "pp.size=2",
@@ -42,3 +45,8 @@ def test_plan_and_ledger_count_one_arena_a_rank():
         assert one.total_bytes - other.total_bytes == size
     for one, other in zip(predict(fused), predict(plain), strict=True):
         assert one.slots - other.slots == size
+
+
+def test_a_missed_meeting_and_an_overflow_are_told_without_a_traceback():
+    assert exit_code(MeetingError("late")) is ExitCode.RANK_DIED
+    assert exit_code(PoolOverflow("full")) is ExitCode.OUT_OF_MEMORY
