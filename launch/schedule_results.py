@@ -40,8 +40,8 @@ class RigResult:
     nominal_ms: float
     """The timeline fed with the times that the stages were told to sleep."""
     hop_ms: float | None
-    """How long a message really was under way: above the injected latency, the transport's own and waking
-    up, which the timeline does not know. None where no op waited for one."""
+    """How long a message really was under way: above the injected latency, the transport's own and
+    waking up, which the timeline does not know. None where no op waited for one."""
 
     @classmethod
     def of(
