@@ -24,6 +24,7 @@ from ppruntime.host_memory import (
     pieces,
     wait_for,
 )
+from ppruntime.models.engram import Engram
 
 
 class MasterOffload:
@@ -83,10 +84,12 @@ class _Away:
 
 
 def _masters(units: nn.Module) -> list[torch.UntypedStorage]:
-    """The memory of the shards, each piece once."""
+    """The memory of the shards, each piece once. Engram's tables are read by every forward: they
+    stay."""
     found: dict[int, torch.UntypedStorage] = {}
+    tables = {id(m.table) for m in units.modules() if isinstance(m, Engram)}
     for param in units.parameters():
-        if isinstance(param, DTensor):
+        if isinstance(param, DTensor) and id(param) not in tables:
             local: Tensor = param.to_local()
             storage = local.untyped_storage()
             found.setdefault(int(storage._cdata), storage)

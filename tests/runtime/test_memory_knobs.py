@@ -86,6 +86,7 @@ def pairs_of_knobs(seed: int, number: int) -> list[tuple[str, str]]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("dp", "ep"), [(2, 1), (1, 2)])
 def test_pairs_of_knobs_have_the_bits_of_a_run_without_on_four_ranks(dp, ep, run_ranks):
     cases = {"off": ORDERS["1f1b"], "off, signs": (*SIGNS, *ORDERS["1f1b"])}
@@ -97,7 +98,7 @@ def test_pairs_of_knobs_have_the_bits_of_a_run_without_on_four_ranks(dp, ep, run
         cases[name] = (*(SIGNS if signs else ()), *order, *overrides)
         alike[name] = "off, signs" if signs else "off"
     print(sorted(alike))
-    outcomes = run_ranks(4, a_step_of_each, cases, 2, False, dp, ep, timeout_seconds=290)
+    outcomes = run_ranks(4, a_step_of_each, cases, 2, False, dp, ep, timeout_seconds=800)
     for rank, found in enumerate(outcomes):
         assert found["off"][1] != found["off, signs"][1]
         for name, other in alike.items():
