@@ -225,6 +225,7 @@ def test_more_streams_than_one_are_refused():
     assert validate(dims) == ["num_streams is 4; residual_type gated has 1"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("residual_type", "name"), [("gated", "tiny"), ("layerscale", "tiny-v4")])
 def test_put_off_weight_gradients_and_recomputation_have_the_same_bits(residual_type, name):
     dims = changed(preset(name), residual_type=residual_type)
@@ -252,6 +253,7 @@ def test_put_off_weight_gradients_and_recomputation_have_the_same_bits(residual_
         assert all(torch.equal(other[key], expected[key]) for key in expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("residual_type", TYPES)
 def test_a_fresh_model_starts_near_mhcs_first_loss(residual_type):
     batch = random_batch(preset("tiny"), 0, [(33,)])
