@@ -67,17 +67,18 @@ def two_steps(rank: int, overrides: tuple[str, ...]):
 
         def spied(params, *args, **options):
             (name,) = (n for n in params if n.endswith("engram.table"))
-            grads.append(whole(params[name].grad))
+            if params[name].grad is not None:  # else it is applied already
+                grads.append(whole(params[name].grad))
             return norm(params, *args, **options)
 
         module.global_norm = spied
         results = [trainer.step(index, data) for index in range(2)]
         module.global_norm = norm
         weights = {name: whole(param) for name, param in trainer.pipeline.params.items()}
-        return results, grads[0], weights
+        return results, grads[0] if grads else None, weights
 
 
-def assert_same(found, expected, *, but=()):
+def assert_same(found, expected):
     results, grad, weights = found
     others, other_grad, other_weights = expected
     assert results == others
@@ -87,8 +88,9 @@ def assert_same(found, expected, *, but=()):
         assert torch.equal(weight, other_weights[name]), name
 
 
-def plain_steps(rank: int, overrides: tuple[str, ...]):
-    """As `two_steps`, with lookups inside the forward and gradients in the table's own `.grad`."""
+def plain_and_others(rank: int, base: tuple[str, ...], others: tuple[tuple[str, ...], ...]):
+    """`two_steps` with lookups inside the forward and gradients in the table's own `.grad`, then as
+    the runtime does it, with each of `others`."""
     import ppruntime.build as module
 
     class Nothing:
@@ -98,26 +100,20 @@ def plain_steps(rank: int, overrides: tuple[str, ...]):
         def before(self, ops):
             return {}
 
-    module.place_tables = lambda *_: None
-    module.EngramLookups = Nothing
-    return two_steps(rank, overrides)
+    built = module.place_tables, module.EngramLookups
+    module.place_tables, module.EngramLookups = lambda *_: None, Nothing
+    plain = two_steps(rank, base)
+    module.place_tables, module.EngramLookups = built
+    return plain, [two_steps(rank, (*base, *more)) for more in others]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("train.num_micro_batches=2",),
-        ("train.num_micro_batches=2", "train.precision=bf16", "ac.mode=full"),
-    ],
-    ids=["fp32", "bf16 recomputed"],
-)
-def test_rows_by_routes_ahead_or_on_the_host_train_as_plain_lookups_do_bitwise(
-    overrides, run_ranks
-):
-    (expected,) = run_ranks(1, plain_steps, (*ONE, *overrides))
-    for more in ((), ("engram.lookups_ahead=1", "engram.tables=host")):
-        (found,) = run_ranks(1, two_steps, (*ONE, *overrides, *more))
-        assert_same(found, expected)
+def test_rows_by_routes_ahead_or_on_the_host_train_as_plain_lookups_do_bitwise(run_ranks):
+    base = (*ONE, "train.num_micro_batches=2")
+    others = ((), ("engram.lookups_ahead=1", "engram.tables=host"))
+    for more in ((), ("train.precision=bf16", "ac.mode=full")):
+        ((plain, found),) = run_ranks(1, plain_and_others, (*base, *more), others)
+        for each in found:
+            assert_same(each, plain)
 
 
 # --- over ranks -----------------------------------------------------------------------------------
@@ -129,12 +125,21 @@ SPREAD = (*ONE, "parallel.dp=2", "train.num_micro_batches=1")
 @pytest.mark.parametrize("more", [(), ("ac.mode=full_moe", "ac.recompute_engram=true")], ids=str)
 def test_a_table_over_two_ranks_gets_the_gradient_of_one_process_bitwise(more, run_ranks):
     ((alone, expected, _),) = run_ranks(1, two_steps, ALONE)
-    ranks = run_ranks(2, two_steps, (*SPREAD, *more))
-    for results, grad, _ in ranks:
+    for results, grad, _ in run_ranks(2, two_steps, (*SPREAD, *more)):
         assert torch.equal(grad, expected)
         for result, other in zip(results, alone, strict=True):
             assert result.loss == pytest.approx(other.loss, rel=1e-5)
         assert results[0].grad_norm == pytest.approx(alone[0].grad_norm, rel=1e-6)
+
+
+@pytest.mark.long
+def test_tables_that_move_in_the_backward_move_as_they_do_behind_it(run_ranks):
+    signs = (*SPREAD, "optim.type=sign_sgd", "optim.clip_norm=default")
+    behind = run_ranks(2, two_steps, signs)
+    within = run_ranks(2, two_steps, (*signs, "optim.apply_in_backward=true"))
+    for (results, _, weights), (others, _, other_weights) in zip(within, behind, strict=True):
+        assert results == others
+        assert all(torch.equal(weight, other_weights[n]) for n, weight in weights.items())
 
 
 def shares(rank: int):
