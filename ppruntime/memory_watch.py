@@ -136,7 +136,8 @@ class TensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_elsewhere = is_elsewhere
         self._live = self._peak = other_bytes
         for tensor in standing:
-            self._follow(tensor)
+            if (storage := _memory_of(tensor)) is not None:
+                self._follow(storage)
 
     def begin(self) -> None:
         self._measure_again()
@@ -148,17 +149,19 @@ class TensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        given: set[int] | None = None
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._follow(leaf)
+            storage = _memory_of(leaf)
+            if storage is None or id(storage) in self._followed:
+                continue
+            if given is None:  # what lies in memory that was given is not made here
+                given = {id(_memory_of(each)) for each in tree_leaves((args, kwargs))}
+            if id(storage) not in given:
+                self._follow(storage)
         self._peak = max(self._peak, self._live)
         return result
 
-    def _follow(self, tensor: Tensor) -> None:
-        tensor = getattr(tensor, "_local_tensor", tensor)
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
-            return
-        storage = tensor.untyped_storage()
+    def _follow(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
         if key in self._followed or self._is_elsewhere(storage):
             return
@@ -178,3 +181,12 @@ class TensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._live += storage.nbytes() - self._sizes[key]
                 self._sizes[key] = storage.nbytes()
         self._peak = max(self._peak, self._live)
+
+
+def _memory_of(value: object) -> torch.UntypedStorage | None:
+    """The host memory that a tensor, or this rank's part of one, lies in; None for all else."""
+    value = getattr(value, "_local_tensor", value)
+    if type(value) not in (Tensor, torch.nn.Parameter):
+        return None
+    assert isinstance(value, Tensor)
+    return value.untyped_storage() if value.device.type == "cpu" else None

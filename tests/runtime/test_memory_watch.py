@@ -80,6 +80,16 @@ def test_memory_that_is_resized_in_place_counts_with_its_new_size():
     assert found["B"].peak_bytes == 4096
 
 
+def test_memory_that_was_there_is_not_made_by_an_op_that_writes_into_it():
+    slot = torch.zeros(1000)
+
+    def fill() -> None:
+        slot.view(10, 100).add_(1)
+
+    found = run(watch_of(), F=fill)
+    assert found["F"].peak_bytes == 0
+
+
 def test_what_lies_elsewhere_does_not_count():
     page = torch.empty(1 << 20, dtype=torch.uint8)
     address = page.untyped_storage().data_ptr()
