@@ -214,8 +214,11 @@ def test_a_step_has_three_collectives_after_its_order_and_none_within(schedule, 
 @pytest.mark.parametrize("schedule", ["zb_v"])
 def test_with_fsdp_a_unit_is_gathered_and_reduced_once_a_step(schedule, run_ranks):
     overrides = ("pp.size=2", "parallel.dp=2", f"pp.schedule={schedule}")
+    # Each pipeline rank has an Engram: counts and numbers of rows once, then of each of the three
+    # micro-batches rows and gradients.
+    rows = {"send": 2 + 2 * 3, "recv_": 2 + 2 * 3}
     for whole, inside, num_units in run_ranks(4, collectives_of_a_step, overrides):
-        assert inside == {"_allgather_base_": num_units}
+        assert inside == {"_allgather_base_": num_units, **rows}
         assert whole["_reduce_scatter_base_"] == num_units
         assert whole["_allgather_base_"] == num_units
 
