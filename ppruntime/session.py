@@ -232,7 +232,7 @@ class _Loop:
             meter.start()
             watch = meter.watch() if index == timeline_step and self._watches_memory else None
             with self._in(f"step {done}"), watch or nullcontext():
-                result = self.trainer.step(index, self.train_data, watch=watch)
+                result = self.trainer.step(index, self.train_data, watch)
             seconds = time.perf_counter() - start
             with self._in(f"the records of step {done}"):
                 memory = meter.gather(self.ranks.pipeline_group, watch)

@@ -104,7 +104,7 @@ class Trainer:
             stride=torch.empty(shape, device="meta").stride(),
         )
 
-    def step(self, index: int, data: Batches, *, watch: MemoryWatch | None = None) -> StepResult:
+    def step(self, index: int, data: Batches, watch: MemoryWatch | None = None) -> StepResult:
         """Forward, backward and update of step `index`, counted from 0; `watch` counts memory.
 
         If loss or norm is not finite on some rank, every rank skips the update, or raises

@@ -13,7 +13,7 @@ def spoil(rank: int, steps: Collection[int], of_rank: int) -> None:
 
     plain = getattr(Trainer.step, "plain", Trainer.step)
 
-    def step(trainer, index, data, **options):  # type: ignore[no-untyped-def]
+    def step(trainer, index, *args):  # type: ignore[no-untyped-def]
         reset = trainer._reset_stages
 
         def reset_badly(*, loss_seed: float) -> None:
@@ -21,7 +21,7 @@ def spoil(rank: int, steps: Collection[int], of_rank: int) -> None:
 
         trainer._reset_stages = reset_badly
         try:
-            return plain(trainer, index, data, **options)
+            return plain(trainer, index, *args)
         finally:
             del trainer._reset_stages
 
