@@ -6,7 +6,7 @@ released. So a hop is one copy and one wake-up, of the very thread that waits (g
 and the end of a process is known from its sockets, without a thread that listens.
 
 Who has no credit for a slot must not wait for one: its message is then left to a thread of the
-channel, which is started at the first such message.
+channel, which else sleeps.
 """
 
 from __future__ import annotations
@@ -201,7 +201,9 @@ class _Outbox:
         self._waiting: deque[tuple[int, Sequence[Tensor]]] = deque()
         """Messages without a credit. While there are some, the thread alone reads the line."""
         self._is_over = False
-        self._thread: threading.Thread | None = None
+        # From the start on, so that no step holds a thread more than another.
+        self._thread = threading.Thread(target=self._send_waiting, name=str(channel), daemon=True)
+        self._thread.start()
 
     def send(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
         with self._changed:
@@ -215,10 +217,6 @@ class _Outbox:
                 self._transport.peer_is_gone(gone, self.channel, self.channel.dst_rank, micro_batch)
                 return
             self._waiting.append((micro_batch, tuple(tensors)))
-            if self._thread is None:
-                name = str(self.channel)
-                self._thread = threading.Thread(target=self._send_waiting, name=name, daemon=True)
-                self._thread.start()
             self._changed.notify_all()
 
     def wait_until_left(self, seconds: float) -> int | None:
@@ -234,8 +232,7 @@ class _Outbox:
             self._is_over = True
             self._waiting.clear()
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(_JOIN_SECONDS)
+        self._thread.join(_JOIN_SECONDS)
         self._slots = ()
         self.line.close()
 
