@@ -3,12 +3,13 @@
 Start with `base`, what every transport promises.
 
 all kinds     ledger (checks of every call), slots (receive buffers), agree (what ranks compare
-              before the first transfer), per_channel (each channel by its own kind), selftest
+              before the first transfer), ring (slots in turn), lives (hosts, dead peers), per_channel
+              (each channel by its own kind), selftest
 anywhere      local (inside a process), shared_memory (inside a host, over shared_slots and line),
-              p2p (gloo, over connection)
+              p2p (gloo, over connection), host_opening (what both check)
 GPUs          nccl (over communicators), copy_engine (over peer_memory), put
-on GPUs       device (order, events, deadlines, abort, for all three), watchdog, lives (dead peers),
-              ring (slots in turn), opening (over meeting), background (calls that may hang)
+on GPUs       device (order, events, deadlines, abort, for all three), watchdog, opening (over
+              meeting), background (calls that may hang)
 libraries     driver (libcuda), nccl_api and nccl_library (libnccl), by ctypes
 
 Imports torch and the standard library, nothing else of ppruntime.

@@ -32,6 +32,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ppruntime.transports.base import Channel, TransportError
 from ppruntime.transports.connection import NOTICE_SECONDS, Connection, Link
+from ppruntime.transports.host_opening import checked_store
 from ppruntime.transports.ledger import Ledger
 from ppruntime.transports.slots import Slot, SlotPool, aligned_bytes, typed_views
 
@@ -205,14 +206,7 @@ def open(
     options: Mapping[str, object],
 ) -> GlooTransport:
     """Connects to the peers of `rank`; collective over the channels' ranks, on a fresh `store`."""
-    if device.type != "cpu":
-        raise TransportError(
-            f"gloo moves host memory, the device is {device}; use nccl, copy_engine or put"
-        )
-    if options:
-        raise TransportError(f"gloo takes no options, got {sorted(options)}; remove them")
-    if store is None:
-        raise TransportError("gloo needs a store by which the ranks find each other; pass store=")
+    store = checked_store("gloo", device, options, store)
     return GlooTransport(channels, rank, timeout_seconds=timeout_seconds, store=store)
 
 

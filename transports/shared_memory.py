@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from ppruntime.transports.base import Channel, TransportError
+from ppruntime.transports.host_opening import checked_store
 from ppruntime.transports.ledger import Ledger
 from ppruntime.transports.line import Line, PeerGone
 from ppruntime.transports.ring import ReceiveRing, credits_needed, slot_of
@@ -172,16 +173,7 @@ def open(
     options: Mapping[str, object],
 ) -> SharedMemoryTransport:
     """Connects to the peers of `rank`; collective over the channels' ranks, on a fresh `store`."""
-    if device.type != "cpu":
-        raise TransportError(
-            f"shared_memory moves host memory, the device is {device}; use nccl, copy_engine or put"
-        )
-    if options:
-        raise TransportError(f"shared_memory takes no options, got {sorted(options)}; remove them")
-    if store is None:
-        raise TransportError(
-            "shared_memory needs a store by which the ranks find each other; pass store="
-        )
+    store = checked_store("shared_memory", device, options, store)
     return SharedMemoryTransport(channels, rank, timeout_seconds=timeout_seconds, store=store)
 
 

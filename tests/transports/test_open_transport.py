@@ -199,8 +199,9 @@ def test_the_options_of_every_kind_are_known_without_a_gpu():
 def _refused_by_all(rank):
     with pytest.raises(TransportError, match="leaves the process, which local cannot"):
         process_opener(rank, "local")([_channel(0, 0, 1)])
-    with pytest.raises(TransportError, match=r"gloo takes no options, got .'transport_ctas'"):
-        process_opener(rank, "gloo")([_channel(0, 0, 1)], transport_ctas=4)
+    for kind in ("gloo", "shared_memory"):
+        with pytest.raises(TransportError, match=f"{kind} takes no options, got .'transport_ctas"):
+            process_opener(rank, kind)([_channel(0, 0, 1)], transport_ctas=4)
     kind = "gloo" if rank == 0 else "auto"
     with pytest.raises(TransportError, match="the transport is gloo on rank 0 but auto on rank 1"):
         process_opener(rank, kind)([_channel(0, 0, 1)], pipeline="other")
