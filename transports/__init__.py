@@ -2,8 +2,8 @@
 
 Start with `base`, what every transport promises.
 
-all kinds     ledger (checks of every call), slots (receive buffers), agree (what ranks compare
-              before the first transfer), ring (slots in turn), lives (hosts, dead peers), per_channel
+all kinds     ledger (checks of every call), slots (receive buffers), ring (slots in turn), agree
+              (what ranks compare before the first transfer), lives (hosts, dead peers), per_channel
               (each channel by its own kind), selftest
 anywhere      local (inside a process), shared_memory (inside a host, over shared_slots and line),
               p2p (gloo, over connection), host_opening (what both check)
