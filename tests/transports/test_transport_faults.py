@@ -94,7 +94,8 @@ def test_a_rank_that_dies_is_reported_on_all_others_long_before_the_limit(
         assert outcome.error_text is None, outcome.error_text
         message, seconds = outcome.value
         assert message is not None, f"rank {rank} noticed nothing"
-        assert f"forward channel {rank - 1}" in message
+        # Told while it takes from its one channel, or sends on the other.
+        assert f"forward channel {rank - 1}" in message or f"forward channel {rank}" in message
         assert "micro-batch" in message
         assert "rank 0 is lost" in message
         assert seconds < SOON_SECONDS
