@@ -91,7 +91,7 @@ def grouped_weight_grad_reference(
 
 
 @triton.jit
-def _tile_place(
+def tile_place(
     tile, num_rows, NUM_COLUMNS: tl.constexpr, GROUP_ROWS: tl.constexpr
 ):  # fmt: skip
     """Row block and column block of a tile: `GROUP_ROWS` row blocks go through all columns before
@@ -112,7 +112,7 @@ def _grouped_gemm(
     NUM_COLUMNS: tl.constexpr = OUTS // COLUMNS
     num_rows = P // ROWS
     for tile in range(tl.program_id(0), num_rows * NUM_COLUMNS, tl.num_programs(0)):
-        row_block, column_block = _tile_place(tile, num_rows, NUM_COLUMNS, GROUP_ROWS)
+        row_block, column_block = tile_place(tile, num_rows, NUM_COLUMNS, GROUP_ROWS)
         row = row_block * ROWS
         column = column_block * COLUMNS
         expert = tl.load(expert_ptr + row // 128)
@@ -152,8 +152,8 @@ def grouped_gemm(
     y_PO = x.data.new_empty(num_rows, outs, dtype=torch.bfloat16)
     num_tiles = (num_rows // tile.rows) * (outs // tile.columns)
     if num_tiles:
-        sms = gemm_sms or _all_sms(x.data)
-        _grouped_gemm[(_num_programs(num_tiles, tile, sms),)](
+        sms = gemm_sms or all_sms(x.data)
+        _grouped_gemm[(num_programs(num_tiles, tile, sms),)](
             TensorDescriptor.from_tensor(x.data, [tile.rows, GROUP]),
             TensorDescriptor.from_tensor(weights.data.view(num * outs, ins), [tile.columns, GROUP]),
             TensorDescriptor.from_tensor(y_PO, [tile.rows, tile.columns]),
@@ -164,7 +164,7 @@ def grouped_gemm(
     return y_PO
 
 
-def _num_programs(num_tiles: int, tile: Tile, sms: int | None) -> int:
+def num_programs(num_tiles: int, tile: Tile, sms: int | None) -> int:
     """One program per tile, or as many as run at once on `sms` multiprocessors."""
     if sms is None:
         return num_tiles
@@ -172,7 +172,7 @@ def _num_programs(num_tiles: int, tile: Tile, sms: int | None) -> int:
     return min(num_tiles, sms * per_sm)
 
 
-def _all_sms(x: Tensor) -> int:
+def all_sms(x: Tensor) -> int:
     if not x.is_cuda:
         return 1  # the interpreter
     return torch.cuda.get_device_properties(x.device).multi_processor_count
@@ -236,7 +236,7 @@ def _grouped_weight_grad(
     TILES: tl.constexpr = NUM_ROWS * NUM_COLUMNS
     for tile in range(tl.program_id(0), E * TILES, tl.num_programs(0)):
         expert = tile // TILES
-        row_block, column_block = _tile_place(tile % TILES, NUM_ROWS, NUM_COLUMNS, GROUP_ROWS)
+        row_block, column_block = tile_place(tile % TILES, NUM_ROWS, NUM_COLUMNS, GROUP_ROWS)
         row, column = row_block * ROWS, column_block * COLUMNS
         rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
         accumulator = acc_ptr + expert.to(tl.int64) * (A * C)
@@ -313,7 +313,7 @@ def grouped_weight_grad(
     operands += [None] * (5 * (MOST_MICRO_BATCHES - len(micro_batches)))
     left, right, _ = micro_batches[0]
     num_tiles = num * (left_width // tile.rows) * (right_width // tile.columns)
-    _grouped_weight_grad[(_num_programs(num_tiles, tile, gemm_sms),)](
+    _grouped_weight_grad[(num_programs(num_tiles, tile, gemm_sms),)](
         accumulator_EAC, num, *operands,
         left_width, right_width, tile.rows, tile.columns, tile.group,
         left.scale.shape[1] != left_width, right.scale.shape[1] != right_width, len(micro_batches),

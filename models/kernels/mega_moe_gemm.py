@@ -25,10 +25,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ppruntime.models.kernels.grouped_gemm import (
     FORWARD_TILE,
     Tile,
-    _all_sms,
-    _num_programs,
-    _tile_place,
+    all_sms,
     grouped_gemm_reference,
+    num_programs,
+    tile_place,
 )
 from ppruntime.models.kernels.mega_moe import LATE_PART, PARTS, Peers, proxy_fence, wait_until
 from ppruntime.models.kernels.moe_layout import Layout
@@ -76,7 +76,7 @@ def _mega_gemm(
     NUM_COLUMNS: tl.constexpr = OUTS // COLUMNS
     num_rows = R // ROWS
     for tile in range(tl.program_id(0), num_rows * NUM_COLUMNS, tl.num_programs(0)):
-        row_block, column_block = _tile_place(tile, num_rows, NUM_COLUMNS, GROUP_ROWS)
+        row_block, column_block = tile_place(tile, num_rows, NUM_COLUMNS, GROUP_ROWS)
         row = row_block * ROWS
         column = column_block * COLUMNS
         expert = tl.load(expert_ptr + row // 128)
@@ -152,7 +152,7 @@ def mega_gemm(
     w_block = [step, columns] if turned else [columns, step]
     peers = ready.peers if ready else None
     num_tiles = (rows // tile.rows) * (outs // columns)
-    _mega_gemm[(_num_programs(num_tiles, tile, gemm_sms or _all_sms(x_data)),)](
+    _mega_gemm[(num_programs(num_tiles, tile, gemm_sms or all_sms(x_data)),)](
         TensorDescriptor.from_tensor(x_data, [tile.rows, step]),
         TensorDescriptor.from_tensor(w_data.view(-1, w_data.shape[2]), w_block),
         y_desc, x_scale if fp8 else None, w_scale if fp8 else None,

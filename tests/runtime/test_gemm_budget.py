@@ -62,5 +62,5 @@ def test_the_experts_kernels_get_the_budget_and_start_no_more_programs():
     assert options.fp8.gemm_sms == 100
     for tile in (grouped_gemm.FORWARD_TILE, replace(grouped_gemm.FORWARD_TILE, num_warps=8)):
         per_sm = 8 // tile.num_warps
-        assert grouped_gemm._num_programs(10_000, tile, 100) == 100 * per_sm
-        assert grouped_gemm._num_programs(7, tile, 100) == 7
+        assert grouped_gemm.num_programs(10_000, tile, 100) == 100 * per_sm
+        assert grouped_gemm.num_programs(7, tile, 100) == 7
