@@ -18,7 +18,13 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import pytest  # noqa: E402 (after the lines above)
 import rank_process  # noqa: E402
+import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+
+# Without a GPU kernels run in Triton's interpreter. It is asked for when the first kernel is loaded,
+# by whichever file comes first.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile(
     "ci", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]

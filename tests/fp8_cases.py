@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
 DEVICE = "cuda" if ON_GPU else "cpu"
 
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
 
 from ppruntime.launch import bench_layers
 

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
-
 from msgspec.structs import replace
 
 from ppruntime.launch import bench_layers, bench_linears

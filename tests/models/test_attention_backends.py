@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from functools import partial
 
+import measured_activations
 import pytest
 import torch
 from msgspec.structs import replace
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
-
-import measured_activations
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import measured_activations
 import pytest
 import torch
 from msgspec.structs import replace
 from torch import Tensor
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
 
 from ppruntime.models.activation_bytes import saved_bytes
 from ppruntime.models.carry import IGNORED_LABEL, Carry, MicroBatch

@@ -15,9 +15,6 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
-
 from ppruntime.models import engram_kernels as reference
 from ppruntime.models.activation_bytes import kept_fields, saved_bytes
 from ppruntime.models.carry import Carry, MicroBatch

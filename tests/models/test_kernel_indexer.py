@@ -10,10 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace
-
-if __name__ != "__main__" and not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
-
 from whole_model import random_batch
 
 from ppruntime.models import selection as reference

@@ -22,9 +22,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
-
 from ppruntime.models.documents import window_slots
 from ppruntime.models.kernels import sparse_attention as kernels
 from ppruntime.models.kernels import sparse_attention_library, unavailable_reason

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import measured_activations
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from whole_model import build_units, named_grads, random_batch, run
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
 
 from ppruntime.models.activation_bytes import saved_bytes
 from ppruntime.models.carry import Carry, MicroBatch

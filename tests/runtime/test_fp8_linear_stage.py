@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
 
 from ppruntime.config import ConfigError, load
 from ppruntime.linear_options import IN_COMPUTE_DTYPE, LinearChoice, choose_linears, use_linears
