@@ -21,8 +21,8 @@ import rank_process  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-# Without a GPU kernels run in Triton's interpreter. It is asked for when the first kernel is loaded,
-# by whichever file comes first.
+# Without a GPU kernels run in Triton's interpreter. It is asked for before any file loads a kernel,
+# as Triton looks once.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
