@@ -28,6 +28,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from ppruntime.launch.gpu_clock import Clock
 from ppruntime.models.attention_kernels import REFERENCE, AttentionKernels, set_kernels
 from ppruntime.models.carry import DIFFERENTIABLE, Carry, MicroBatch
 from ppruntime.models.dims import (
@@ -80,6 +81,8 @@ class Line:
     peak_bytes: int = 0
     """Most memory of the device during the three phases, beside what lay there before."""
     failure: str = ""
+    host_ms: list[float] = field(default_factory=list)
+    """What the host took to enqueue it: a step is no faster."""
 
     @property
     def median(self) -> float | None:
@@ -97,7 +100,10 @@ class Line:
             return f"{head} not run: {self.failure[:150]}"
         spread = (max(self.milliseconds) - min(self.milliseconds)) / median * 50
         ratio = median / self.floor_ms if self.floor_ms else float("nan")
-        return f"{head} {median:9.3f} ms +-{spread:4.1f} %  {ratio:6.2f} x floor"
+        return (
+            f"{head} {median:9.3f} ms +-{spread:4.1f} %  {ratio:6.2f} x floor"
+            f"  host {statistics.median(self.host_ms):6.3f}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,27 +124,6 @@ class Case:
 
 
 PHASES = ("forward", "input gradient", "weight gradients")
-
-
-class Clock:
-    """Times a call on the device that does the work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-
-    def __call__(self, call: Callable[[], object]) -> float:
-        """Milliseconds."""
-        if not self._is_cuda:
-            start = time.perf_counter()
-            call()
-            return 1e3 * (time.perf_counter() - start)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        milliseconds: float = begin.elapsed_time(end)
-        return milliseconds
 
 
 class Bench:
@@ -240,9 +225,10 @@ class Bench:
                 if is_cuda and not done:
                     torch.cuda.reset_peak_memory_stats()
                 if done:  # the first run compiles
-                    for line, milliseconds in zip(lines, times, strict=True):
+                    for line, (milliseconds, host_ms) in zip(lines, times, strict=True):
                         line.milliseconds.append(milliseconds)
-                    if sum(times) > SLOW_MS:
+                        line.host_ms.append(host_ms)
+                    if sum(milliseconds for milliseconds, _ in times) > SLOW_MS:
                         repetitions = min(repetitions, 2)
                 done += 1
         except Exception as error:
@@ -256,17 +242,26 @@ class Bench:
             case.module.zero_grad(set_to_none=True)
         return ""
 
-    def _once(self, case: Case, kernels: AttentionKernels, queue: WeightGradQueue) -> list[float]:
+    def _once(
+        self, case: Case, kernels: AttentionKernels, queue: WeightGradQueue
+    ) -> list[tuple[float, float]]:
+        """By phase: the device's milliseconds and the host's."""
+        times: list[tuple[float, float]] = []
+
+        def timed(call: Callable[[], object]) -> None:
+            milliseconds = self.clock(call)
+            times.append((milliseconds, self.clock.host_milliseconds))
+
         outputs: list[Tensor] = []
-        times = [self.clock(lambda: outputs.extend(case.forward(kernels)))]
+        timed(lambda: outputs.extend(case.forward(kernels)))
         if len(case.work) == 1:
             return times
         grads = [torch.ones_like(output) for output in outputs]
         for leaf in case.leaves:
             leaf.grad = None
-        times.append(self.clock(lambda: torch.autograd.backward(outputs, grads)))
+        timed(lambda: torch.autograd.backward(outputs, grads))
         tasks = queue.pop()
-        times.append(self.clock(lambda: [task() for task in tasks]))
+        timed(lambda: [task() for task in tasks])
         return times
 
     # What is measured

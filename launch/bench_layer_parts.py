@@ -17,7 +17,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppruntime.launch.gpu_clock import Clock
 from ppruntime.models.carry import IGNORED_LABEL
 from ppruntime.models.dims import ModelDims, changed, preset
 from ppruntime.models.engram import look_up
@@ -77,6 +77,8 @@ class Row:
     """Most memory during forward and backward beside inputs, weights and results of before."""
     errors: list[float] = field(default_factory=list)
     """Distance of outputs and gradients from the first variant's."""
+    host_milliseconds: dict[str, float] = field(default_factory=dict)
+    """The host's, of the last repetition: a step is no faster."""
     failure: str = ""
 
     def median(self, name: str) -> float:
@@ -347,16 +349,23 @@ def _measure(part: Part, row: Row, num_repetitions: int, device: torch.device) -
         _settle(device)
         row.peak_bytes = torch.cuda.max_memory_allocated() - before
     row.milliseconds = {name: [] for name in PASSES}
+    clock = Clock(device)
     for repetition in range(num_repetitions + 1):
         times: dict[str, float] = {}
-        times["forward"], outputs = _timed(part.run, device)
-        times["backward"], _ = _timed(partial(_backward, part, outputs), device)
+
+        def timed(name: str, call: Callable[[], Any], times: dict[str, float] = times) -> Any:
+            times[name], result = clock.timed(call)
+            row.host_milliseconds[name] = clock.host_milliseconds
+            return result
+
+        outputs = timed("forward", part.run)
+        timed("backward", partial(_backward, part, outputs))
         outputs = part.run()
         part.queue.deferring = True
-        times["input_grad"], _ = _timed(partial(_backward, part, outputs), device)
+        timed("input_grad", partial(_backward, part, outputs))
         part.queue.deferring = False
         tasks = part.queue.pop()
-        times["weight_grad"], _ = _timed(partial(_run_all, tasks), device)
+        timed("weight_grad", partial(_run_all, tasks))
         del tasks, outputs
         for tensor in part.inputs:
             tensor.grad = None
@@ -382,20 +391,6 @@ def _run_all(tasks: Sequence[Callable[[], None]]) -> None:
         task()
 
 
-def _timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Milliseconds of a call, and what it gave."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        result = call()
-        return (time.perf_counter() - start) * 1e3, result
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    result = call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end), result
-
-
 def _settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -410,7 +405,8 @@ def _matmul_rate(device: torch.device) -> float:
     """FLOP/s of the best of a few bf16 products of random numbers."""
     size = 8192 if device.type == "cuda" else 256
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-    best = min(_timed(lambda: a @ b, device)[0] for _ in range(8))
+    clock = Clock(device)
+    best = min(clock(lambda: a @ b) for _ in range(8))
     return 2.0 * size**3 / best * 1e3
 
 
@@ -418,7 +414,8 @@ def _copy_rate(device: torch.device) -> float:
     """Bytes/s, read and written, of the best of a few copies."""
     numel = 1 << (28 if device.type == "cuda" else 20)
     a, b = (torch.empty(numel, dtype=torch.bfloat16, device=device) for _ in range(2))
-    best = min(_timed(lambda: b.copy_(a), device)[0] for _ in range(8))
+    clock = Clock(device)
+    best = min(clock(lambda: b.copy_(a)) for _ in range(8))
     return 2.0 * a.nbytes / best * 1e3
 
 

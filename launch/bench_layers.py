@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from ppruntime.launch import bench_halves, bench_layer_parts, bench_linears
+from ppruntime.launch.gpu_clock import Clock
 
 HEADS, WIDTH, WINDOW, PAIRS = 64, 512, 128, 32
 FLOPS_PER_SLOT = 4 * HEADS * WIDTH
@@ -188,17 +189,14 @@ class Bench:
         return [(row, make(inputs)) for row, make in pairs if not row.failure]
 
     def _time(self, calls: Sequence[tuple[Row, Call]]) -> None:
+        clock = Clock(torch.device("cuda"))
         for repetition in range(self.num_repetitions + 1):
             for row, call in calls:
                 if self._seconds() > LIMIT_SECONDS and row.milliseconds:
                     return
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-                begin.record()
-                call()
-                end.record()
-                end.synchronize()
+                milliseconds = clock(call)
                 if repetition:
-                    row.milliseconds.append(begin.elapsed_time(end))
+                    row.milliseconds.append(milliseconds)
 
     def _compare(self, inputs: Inputs, calls: Sequence[tuple[Row, Call]]) -> None:
         """Errors against the fp32 reference on the first queries, all keys."""
@@ -386,15 +384,8 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 def _matmul_teraflops() -> float:
     """The floor's rate: the best of a few bf16 products of random numbers."""
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    best = float("inf")
-    for _ in range(8):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        _ = a @ b
-        end.record()
-        end.synchronize()
-        best = min(best, begin.elapsed_time(end))
-    return 2 * 8192**3 / best * 1e-9
+    clock = Clock(a.device)
+    return 2 * 8192**3 / min(clock(lambda: a @ b) for _ in range(8)) * 1e-9
 
 
 if __name__ == "__main__":

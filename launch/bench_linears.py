@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ppruntime.launch.gpu_clock import Clock
 from ppruntime.models.dims import ModelDims, preset
 
 LIMIT_SECONDS = 240.0
@@ -152,6 +153,7 @@ class Bench:
     ) -> None:
         self.dims, self.device = dims, device
         self.num_tokens, self.num_repetitions = num_tokens, num_repetitions
+        self.clock = Clock(device)
         self.start = time.monotonic()
         self.rows: list[Row] = []
         self.missing: dict[str, str] = {}
@@ -260,23 +262,11 @@ class Bench:
                 assert weight.grad is not None
                 total += weight.grad
 
-        forward.milliseconds.append(self._milliseconds(lambda: results.append(module(x))))
-        backward.milliseconds.append(self._milliseconds(run_backward))
+        forward.milliseconds.append(self.clock(lambda: results.append(module(x))))
+        backward.milliseconds.append(self.clock(run_backward))
         both.milliseconds.append(forward.milliseconds[-1] + backward.milliseconds[-1])
         for row in weights:
-            row.milliseconds.append(self._milliseconds(partial(_quantize_weights, module)))
-
-    def _milliseconds(self, call: Call) -> float:
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            call()
-            return (time.perf_counter() - start) * 1e3
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end))
+            row.milliseconds.append(self.clock(partial(_quantize_weights, module)))
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

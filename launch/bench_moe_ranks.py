@@ -27,6 +27,7 @@ from ppruntime.expert_dispatch import open_dispatcher
 from ppruntime.expert_options import choose_experts, moe_options
 from ppruntime.gemm_budget import limit_gemms
 from ppruntime.launch.bench_moe_record import Recorder, Row, distance
+from ppruntime.launch.gpu_clock import Clock
 from ppruntime.models.all_to_all import AllToAll
 from ppruntime.models.dispatch import AnyExperts, Dispatcher
 from ppruntime.models.expert_rows import expert_layout
@@ -109,6 +110,7 @@ class Bench(Recorder):
         super().__init__(repetitions, speaks=ranks.rank == 0)
         self.ranks, self.overrides = ranks, tuple(overrides)
         self.cuda = ranks.device.type == "cuda"
+        self.clock = Clock(ranks.device)
         self.config = self._config(())
         self.dims = self.config.model.dims
         torch.manual_seed(1 + ranks.rank)
@@ -313,13 +315,10 @@ class Bench(Recorder):
             run()
             return 1e3 * (time.perf_counter() - begin)
         dist.barrier()  # all begin together
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
-        first.record()
-        run()
-        last.record()
-        torch.cuda.synchronize()
-        return float(first.elapsed_time(last))
+        milliseconds = self.clock(run)
+        self.clock.expect(self._most(self.clock.host_milliseconds))  # ranks wait alike
+        return milliseconds
 
     def _most(self, value: float) -> float:
         """The largest of all ranks' values."""

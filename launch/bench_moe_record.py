@@ -64,23 +64,18 @@ class Recorder:
         num_bytes: float = 0.0,
         repetitions: int | None = None,
     ) -> None:
-        """Times the variants in turn, again and again, by events on the current stream."""
+        """Times the variants in turn, again and again."""
         import torch
 
+        from ppruntime.launch.gpu_clock import Clock
+
         rows = [Row(shape, phase, name, flops, num_bytes) for name in variants]
-        total = repetitions or self.repetitions
-        for repetition in range(-2, total):
-            events = []
-            for run in variants.values():
-                first, last = event(), event()
-                first.record()
-                run()
-                last.record()
-                events.append((first, last))
-            torch.cuda.synchronize()
-            for row, (first, last) in zip(rows, events, strict=True):
+        clock = Clock(torch.device("cuda"))
+        for repetition in range(-2, repetitions or self.repetitions):
+            for row, run in zip(rows, variants.values(), strict=True):
+                milliseconds = clock(run)
                 if repetition >= 0:
-                    row.milliseconds.append(first.elapsed_time(last))
+                    row.milliseconds.append(milliseconds)
         for row in rows:
             print(row, flush=True)
         self.rows += rows
@@ -125,13 +120,6 @@ def num_sms() -> int:
     import torch
 
     return torch.cuda.get_device_properties(0).multi_processor_count
-
-
-def event() -> Any:
-    """A CUDA event that times."""
-    import torch
-
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def distance(a: Any, b: Any) -> float:

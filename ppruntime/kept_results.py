@@ -38,8 +38,9 @@ class KeptResults:
         if not self._found:
             return
         anchor = torch.empty(0, requires_grad=True)
-        node: Any = _Saved.apply(anchor, *self._found).grad_fn  # type: ignore[no-untyped-call]
-        self._found, self._saved = [], lambda: node.saved_tensors
+        # Kept whole: a node whose result is gone gives up what it saved (torch 2.11).
+        out: Any = _Saved.apply(anchor, *self._found)  # type: ignore[no-untyped-call]
+        self._found, self._saved = [], lambda: out.grad_fn.saved_tensors
 
     def keeps(self, op: torch._ops.OpOverload) -> bool:
         """Whether the op's results are of a kept save point."""

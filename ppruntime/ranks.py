@@ -187,11 +187,16 @@ def join(layout: Layout, *, use_cuda: bool, timeout_seconds: float) -> Ranks:
 
 
 def _stage_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    return DeviceMesh(device.type, ranks_by_place(layout), mesh_dim_names=("pp", "ep", "dp"))[
+        "ep", "dp"
+    ]
+
+
+def ranks_by_place(layout: Layout) -> torch.Tensor:
+    """Ranks by (pp, ep, dp). A copy: a mesh reads its axes' order from the strides, and a
+    transposed view keeps those of axes of size 1 as they were."""
     by_place = torch.arange(layout.world).view(layout.pp, layout.dp, layout.ep)
-    mesh = DeviceMesh(
-        device.type, by_place.transpose(1, 2).contiguous(), mesh_dim_names=("pp", "ep", "dp")
-    )
-    return mesh["ep", "dp"]
+    return by_place.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def open_expert_group(ranks: Ranks, *, timeout_seconds: float) -> dist.ProcessGroup:
