@@ -49,6 +49,7 @@ from ppruntime.models.kernels.attention_backends import (
     unavailable_reason,
 )
 from ppruntime.models.linear import GroupedLinear, Linear, WeightGradQueue, set_queue
+from ppruntime.models.residual import UsesResidual, residual
 from ppruntime.models.rope import Rope
 from ppruntime.models.units import build_unit
 
@@ -213,6 +214,9 @@ class Bench:
         """Fills the lines' times; what went wrong, if something did."""
         queue = WeightGradQueue()
         set_kernels(case.module, kernels)
+        if isinstance(case.module, UsesResidual):
+            name = "reference" if kernels is REFERENCE else "auto"
+            case.module.residual = residual(name, self.device, self.dims.residual_type)
         set_queue(case.module, queue)
         queue.deferring = True
         repetitions = self.options.repetitions

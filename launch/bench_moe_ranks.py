@@ -31,6 +31,7 @@ from ppruntime.launch.gpu_clock import Clock
 from ppruntime.models.all_to_all import AllToAll
 from ppruntime.models.dispatch import AnyExperts, Dispatcher
 from ppruntime.models.expert_rows import expert_layout
+from ppruntime.models.fp8_experts import Fp8Options
 from ppruntime.models.fp8_wire import packed, to_wire
 from ppruntime.models.moe import MoEOptions, routed_experts
 from ppruntime.models.router import Routing, balanced_experts
@@ -138,6 +139,7 @@ class Bench(Recorder):
             weight.grad_dtype = torch.float32
             weight.grad = torch.zeros_like(weight, dtype=torch.float32)
         self.first: list[Tensor] | None = None
+        self._experts: dict[Fp8Options | None, AnyExperts] = {}
 
     def _config(self, overrides: Sequence[str]) -> Config:
         world = self.ranks.layout.ep
@@ -157,10 +159,17 @@ class Bench(Recorder):
             self.notes.append(f"{variant.name}: {error}")
             return None
         options: MoEOptions = moe_options(config, 0, choice, dispatcher)
-        experts = routed_experts(self.dims, options, device="meta")
-        experts.gate_up.weight, experts.down.weight = self.gate_up, self.down
-        set_weight_version(experts, WeightVersion())
+        experts = self._experts_of(options)
         return Layer(variant, config, dispatcher, experts, self.ranks.device)
+
+    def _experts_of(self, options: MoEOptions) -> AnyExperts:
+        """One for all variants that multiply alike: their FP8 copies are gigabytes."""
+        if (found := self._experts.get(options.fp8)) is None:
+            found = routed_experts(self.dims, options, device="meta")
+            found.gate_up.weight, found.down.weight = self.gate_up, self.down
+            set_weight_version(found, WeightVersion())
+            self._experts[options.fp8] = found
+        return found
 
     def run(self) -> None:
         """Checks every variant against the first, then times all in turn."""

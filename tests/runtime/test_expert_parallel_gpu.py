@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 
 import pytest
@@ -35,21 +36,35 @@ SPREAD = ("pp.size=1", "parallel.ep=2", "train.num_micro_batches=2", "pp.schedul
 ALONE = ("pp.size=1", "train.num_micro_batches=4")
 
 
+ROUNDED = {"FP8 rows", "deep_ep in chunks"}
+"""Rows in FP8: that changes numerics."""
+
+
+@pytest.fixture(scope="module")
+def alone(run_ranks, tmp_path_factory):
+    """`alone(*options)`: the steps of one GPU, each run once for all ways of the rows."""
+
+    @cache
+    def steps(*options: str):
+        run_dir = tmp_path_factory.mktemp("alone")
+        (told,) = run_ranks(1, train, str(run_dir), (*options, *ALONE), timeout_seconds=300)
+        assert told[0] == 0, told
+        return read_metrics(run_dir / "metrics.jsonl")
+
+    return steps
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("way", WAYS)
 def test_two_gpus_with_half_of_the_experts_each_train_as_one_does(
-    way, backend, mode, tmp_path, run_ranks
+    way, backend, mode, tmp_path, run_ranks, alone
 ):
     if way.startswith("deep_ep") and find_spec("deep_ep") is None:
         pytest.skip("needs the package deep_ep")
     more = (*WIDE, f"moe.compute.backend={backend}", f"ac.mode={mode}")
-    steps = {}
-    for num_ranks, layout in ((2, (*SPREAD, *WAYS[way])), (1, ALONE)):
-        run_dir = tmp_path / f"on{num_ranks}"
-        told = run_ranks(num_ranks, train, str(run_dir), (*more, *layout), timeout_seconds=300)
-        assert [code for code, _, _ in told] == [0] * num_ranks, told
-        steps[num_ranks] = read_metrics(run_dir / "metrics.jsonl")
-    for step, other in zip(steps[2], steps[1], strict=True):
-        assert step.loss == pytest.approx(other.loss, rel=5e-3)
+    told = run_ranks(2, train, str(tmp_path), (*more, *SPREAD, *WAYS[way]), timeout_seconds=300)
+    assert [code for code, _, _ in told] == [0, 0], told
+    for step, other in zip(read_metrics(tmp_path / "metrics.jsonl"), alone(*more), strict=True):
+        assert step.loss == pytest.approx(other.loss, rel=1e-2 if way in ROUNDED else 5e-3)
         assert step.grad_norm == pytest.approx(other.grad_norm, rel=0.05)
