@@ -241,7 +241,8 @@ def _sources(op: Op) -> tuple[Op, ...]:
 
 def measured_costs(step: MeasuredStep) -> Costs:
     """Each stage's mean op times in ms, which keep the work of a rank. A whole backward is halved
-    where I and W never ran apart; a stage that ran nothing of a kind costs nothing."""
+    where I and W never ran apart, and is their sum where it never ran; a stage that ran nothing of
+    a kind costs nothing."""
     num_stages = step.schedule.num_stages
     samples: dict[tuple[int, Kind], list[float]] = {}
     for row in step.compute_rows:
@@ -254,10 +255,12 @@ def measured_costs(step: MeasuredStep) -> Costs:
     def half(stage: int, kind: Kind) -> float:
         return means.get((stage, kind), means.get((stage, Kind.B), 0.0) / 2)
 
+    apart = [half(stage, Kind.I) + half(stage, Kind.W) for stage in range(num_stages)]
     return Costs(
         tuple(means.get((stage, Kind.F), 0.0) for stage in range(num_stages)),
         tuple(half(stage, Kind.I) for stage in range(num_stages)),
         tuple(half(stage, Kind.W) for stage in range(num_stages)),
+        tuple(means.get((stage, Kind.B), both) for stage, both in enumerate(apart)),
     )
 
 

@@ -20,20 +20,28 @@ Latency: TypeAlias = float | Sequence[float] | Mapping[tuple[int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Time of F, I and W of each stage for one micro-batch; B takes I + W."""
+    """Time of F, I and W of each stage for one micro-batch. B takes I + W, or `backward` where that
+    is given: a measured step's own whole backwards, which ran beside other work than I and W.
+    """
 
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
     weight_grad: tuple[float, ...]
+    backward: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.forward), len(self.input_grad), len(self.weight_grad)}
+        if self.backward is not None and len(self.backward) not in lengths:
+            raise ScheduleError(
+                f"costs name {len(self.backward)} backwards and {len(self.forward)} forwards; give "
+                "one of each per stage"
+            )
         if len(lengths) != 1:
             raise ScheduleError(
                 f"costs name {len(self.forward)} forwards, {len(self.input_grad)} input gradients "
                 f"and {len(self.weight_grad)} weight gradients; give one of each per stage"
             )
-        for times in (self.forward, self.input_grad, self.weight_grad):
+        for times in (self.forward, self.input_grad, self.weight_grad, self.backward or ()):
             for stage, time in enumerate(times):
                 if not 0 <= time < float("inf"):
                     raise ScheduleError(f"stage {stage} costs {time}; costs are finite and >= 0")
@@ -63,6 +71,8 @@ class Costs:
         if op.kind is Kind.W:
             return self.weight_grad[op.stage]
         if op.kind is Kind.B:
+            if self.backward is not None:
+                return self.backward[op.stage]
             return self.input_grad[op.stage] + self.weight_grad[op.stage]
         return 0.0
 

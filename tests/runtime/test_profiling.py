@@ -33,7 +33,7 @@ from ppruntime.profiling import (
 from ppruntime.schedules import make
 from ppruntime.schedules.costs import Costs, Hops
 from ppruntime.schedules.counts import slots_held
-from ppruntime.schedules.ops import Op, Schedule, parse_op
+from ppruntime.schedules.ops import Kind, Op, Schedule, parse_op
 from ppruntime.schedules.passes import add_frees, add_transfers
 from ppruntime.schedules.timeline import simulate
 
@@ -159,6 +159,19 @@ def test_costs_are_means_per_stage_and_a_whole_backward_is_halved():
     assert costs.input_grad == costs.weight_grad == (1.5, 2.5)
     # So the plan has each rank work as long as it did.
     assert planned_step(step).busy == pytest.approx([p.compute / MS for p in split_times(step)])
+
+
+def test_a_whole_backward_is_planned_as_long_as_it_took_not_as_its_two_parts():
+    """On a GPU whole backwards run beside transfers, the two parts at the ends of a step."""
+    schedule = make("dualpipe_v", 2, 8)
+    stages = schedule.num_stages
+    costs = Costs((1.0,) * stages, (1.0,) * stages, (1.0,) * stages, (2.5,) * stages)
+    timeline = simulate(schedule, costs)
+    kinds = {timed.op.kind for row in timeline.rows for timed in row}
+    assert {Kind.B, Kind.I, Kind.W} <= kinds
+    planned = planned_step(_measured(timeline))
+    assert planned.makespan == pytest.approx(timeline.makespan)
+    assert timeline.makespan > simulate(schedule, Costs(*(costs.forward,) * 3)).makespan
 
 
 def _gather(rank, skews):
