@@ -171,16 +171,19 @@ class Bench(Recorder):
             self._experts[options.fp8] = found
         return found
 
-    def run(self) -> None:
-        """Checks every variant against the first, then times all in turn."""
+    def run(self, only: Sequence[str] = ()) -> None:
+        """Checks every variant against the first, then times all in turn. `only`: their names; the
+        parts by themselves are left out then."""
         num_sms = 132
         if self.cuda:
             num_sms = torch.cuda.get_device_properties(self.ranks.device).multi_processor_count
-        layers = [found for v in variants(num_sms) if (found := self.layer(v)) is not None]
+        wanted = [v for v in variants(num_sms) if not only or v.name in only]
+        layers = [found for v in wanted if (found := self.layer(v)) is not None]
         for layer in layers:
             self._compare(layer)
-        self._transfers(layers)
-        self._fused_phases(layers)
+        if not only:
+            self._transfers(layers)
+            self._fused_phases(layers)
         rows = self.x.shape[0] * self.dims.experts_per_token
         flops = 6.0 * rows * self.dims.hidden_size * self.dims.expert_width
         self._time("forward", layers, self._forward, flops)
@@ -341,13 +344,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Whole routed layers over several GPUs")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--only", action="append", default=[], help="a variant's name; repeatable")
     parsed, overrides = parser.parse_known_args(arguments)
     layout = Layout(1, 1, started_world())
     ranks = join(layout, use_cuda=torch.cuda.is_available(), timeout_seconds=_SECONDS)
     begin = time.monotonic()
     bench = Bench(parsed.repetitions, ranks, overrides)
     try:
-        bench.run()
+        bench.run(parsed.only)
     finally:
         if ranks.rank == 0:
             sizes: dict[str, Any] = {
