@@ -142,6 +142,8 @@ class TableRows:
         beside: Beside | None = None,
     ) -> None:
         self._local, self._dtype, self._device = local, dtype, device
+        # By type: "cuda" is another device than "cuda:0", and the same one.
+        self._is_on_host = local.device.type != device.type
         self._exchange, self._kernels, self._beside = exchange, kernels, beside or Beside()
         self._num_ranks = exchange.num_ranks if exchange else 1
         held = [rows_held(num_rows, rank, self._num_ranks) for rank in range(self._num_ranks)]
@@ -230,12 +232,12 @@ class TableRows:
         if sums is None:
             return None
         self._beside.join()
-        if sums.device != self._device:  # whoever reads it there does so from the host
+        if self._is_on_host:  # whoever reads it there does so from the host
             torch.cuda.current_stream().synchronize()
         return sums.div_(self._num_ranks) if self._num_ranks > 1 else sums
 
     def _blank(self) -> Tensor:
-        if self._local.device == self._device:
+        if not self._is_on_host:
             return torch.zeros_like(self._local)
         if self._host_sums is None:  # kept: to open host memory to a device takes long
             self._host_sums = open_to_device(torch.zeros_like(self._local))

@@ -155,19 +155,20 @@ def chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
 
 def fp32_logits(x_CD: Tensor, weight_VD: Tensor) -> Tensor:
     """[C, V] fp32 (fp64 stays) whatever the dtype of the operands."""
-    return _fp32_product(x_CD, weight_VD.t())
+    return fp32_product(x_CD, weight_VD.t())
 
 
 def add_product(sum_XY: Tensor | None, a_XC: Tensor, b_CY: Tensor) -> Tensor:
     """sum + a b, in place and in fp32 (fp64 stays); None is a sum of nothing."""
     if sum_XY is None:
-        return _fp32_product(a_XC, b_CY)
+        return fp32_product(a_XC, b_CY)
     if a_XC.is_cuda and a_XC.dtype is not sum_XY.dtype:
         return torch.addmm(sum_XY, a_XC, b_CY, out_dtype=sum_XY.dtype, out=sum_XY)
     return sum_XY.addmm_(widened(a_XC), widened(b_CY))
 
 
-def _fp32_product(a_XC: Tensor, b_CY: Tensor) -> Tensor:
+def fp32_product(a_XC: Tensor, b_CY: Tensor) -> Tensor:
+    """[X, Y] fp32 (fp64 stays) whatever the dtype of the operands."""
     if a_XC.is_cuda and a_XC.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a_XC, b_CY, out_dtype=torch.float32)
     return widened(a_XC) @ widened(b_CY)

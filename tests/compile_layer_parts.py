@@ -27,7 +27,7 @@ def compile_head(vocab: int) -> list[Compiled]:
     logits = meta(2048, vocab, dtype=torch.float32)
     labels = meta(2048, dtype=torch.int64)
     with captured() as found:
-        head._softmax_grad._init_fn(logits, labels, torch.bfloat16)
+        head._softmax_grad._init_fn(logits, labels, meta(2048, vocab))
     return found
 
 

@@ -4,13 +4,14 @@
 
 `models.head.chunked_loss` computes the logits again in the backward, which costs a fourth product.
 Here the forward makes, of each chunk of fp32 logits, the loss and the logits' gradient but for the
-seed, softmax - one-hot, in the compute dtype. These pieces stay for the backward: N V 2 bytes (2.1
-GB for 8,192 tokens of V4.1), half of what `whole_loss` keeps, and no piece has more than a chunk of
-tokens. Forward, input gradient and weight gradient then are one product each, so a split backward
-costs nothing. The seed, known in the backward, multiplies fp32 products before they are rounded.
+seed, softmax - one-hot, in the compute dtype. It stays for the backward, whole: N V 2 bytes (2.1 GB
+for 8,192 tokens of V4.1), half of what `whole_loss` keeps. Forward, input gradient and weight
+gradient then are one product each, so a split backward costs nothing; sums over chunks of tokens
+would read and write the weight gradient's fp32 sums once per chunk, 43 GB for 16,384 tokens. The
+seed, known in the backward, multiplies fp32 products before they are rounded.
 
-Peak beside hidden states and weights, N = 16,384: pieces 4.24 GB, one chunk of logits 1.06 GB (or
-the weight gradient 1.32 GB and a block of its fp32 sums 0.34 GB): 5.9 GB.
+Peak beside hidden states and weights, N = 16,384: the gradient 4.24 GB, one chunk of logits 1.06 GB
+(or the weight gradient 1.32 GB and a block of it in fp32, 0.34 GB): 5.9 GB.
 
 Numeric class: summation order. Shape letters: N tokens, C tokens of a chunk, D width, V vocabulary.
 """
@@ -25,12 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ppruntime.models.carry import IGNORED_LABEL
-from ppruntime.models.head import CHUNK_TOKENS, add_product, chunks, fp32_logits
+from ppruntime.models.head import CHUNK_TOKENS, chunks, fp32_logits, fp32_product
 from ppruntime.models.kernels.rounding import INTERPRETED, to_bf16
 from ppruntime.models.linear import Linear, WeightGradQueue, now_or_later
 
 VOCAB_BLOCK = 16384
-"""Rows of the weight gradient whose fp32 sums exist at once."""
+"""Rows of the weight gradient that are in fp32 at once."""
 _BLOCK = 4096
 """Logits that one program reads at a time."""
 
@@ -67,78 +68,65 @@ class _FusedLoss(torch.autograd.Function):
     ) -> Tensor:
         _check(x_ND, weight_VD)
         loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
-        pieces: list[Tensor] = []
+        grad_NV = x_ND.new_empty(len(x_ND), len(weight_VD) if keeps_gradient else 0)
         for rows in chunks(len(labels_N), chunk_tokens):
             logits_CV = fp32_logits(x_ND[rows], weight_VD)
-            loss_C, grad_CV = _softmax_grad(
-                logits_CV, labels_N[rows], x_ND.dtype if keeps_gradient else None
-            )
+            loss_C = _softmax_grad(logits_CV, labels_N[rows], grad_NV[rows])
             del logits_CV
             loss += loss_C.sum()
-            pieces.append(grad_CV)
-        ctx.save_for_backward(x_ND, weight_VD, *pieces)
-        ctx.queue, ctx.parameter, ctx.chunk_tokens = queue, weight_VD, chunk_tokens
+        ctx.save_for_backward(x_ND, weight_VD, grad_NV)
+        ctx.queue, ctx.parameter = queue, weight_VD
         return loss
 
     @staticmethod
     def backward(
         ctx: Any, seed: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        x_ND, weight_VD, *pieces = (tensor.detach() for tensor in ctx.saved_tensors)
-        parts = list(chunks(len(x_ND), ctx.chunk_tokens))
+        x_ND, weight_VD, grad_NV = (tensor.detach() for tensor in ctx.saved_tensors)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = torch.empty_like(x_ND)
-            for rows, grad_CV in zip(parts, pieces, strict=True):
-                grad_x[rows] = fp32_logits(grad_CV, weight_VD.t()).mul_(seed)
+            grad_x = _scaled(fp32_product(grad_NV, weight_VD), seed, torch.empty_like(x_ND))
         grad_weight = None
         if ctx.needs_input_grad[1]:
 
             def compute() -> Tensor:
-                return _weight_grad(pieces, [x_ND[rows] for rows in parts], weight_VD, seed)
+                return _weight_grad(grad_NV, x_ND, seed)
 
             grad_weight = now_or_later(ctx.queue, ctx.parameter, compute)
         return grad_x, grad_weight, None, None, None, None
 
 
-def _weight_grad(
-    pieces: list[Tensor], inputs: list[Tensor], weight_VD: Tensor, seed: Tensor
-) -> Tensor:
-    """seed * sum over chunks of gradient^T hidden, summed in fp32 a block of rows at a time."""
-    grad_VD = torch.zeros_like(weight_VD)
-    for block in chunks(len(weight_VD), VOCAB_BLOCK):
-        sums: Tensor | None = None
-        for grad_CV, x_CD in zip(pieces, inputs, strict=True):
-            sums = add_product(sums, grad_CV[:, block].t(), x_CD)
-        if sums is not None:
-            grad_VD[block] = sums.mul_(seed)
+def _weight_grad(grad_NV: Tensor, x_ND: Tensor, seed: Tensor) -> Tensor:
+    """seed * gradient^T hidden [V, D], summed in fp32, a block of its rows at a time."""
+    grad_VD = x_ND.new_empty(grad_NV.shape[1], x_ND.shape[1])
+    for block in chunks(len(grad_VD), VOCAB_BLOCK):
+        _scaled(fp32_product(grad_NV[:, block].t(), x_ND), seed, grad_VD[block])
     return grad_VD
 
 
-@torch.library.custom_op("ppruntime::head_softmax_grad", mutates_args=())
-def _softmax_grad(
-    logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
-    """(loss [C] fp32, softmax - one-hot [C, V] in `dtype`; [C, 0] if that is None). Both are 0
+def _scaled(sums: Tensor, seed: Tensor, out: Tensor) -> Tensor:
+    """seed * sums, rounded once, into `out`."""
+    return torch.mul(sums, seed, out=out)
+
+
+@torch.library.custom_op("ppruntime::head_softmax_grad", mutates_args=("grad_CV",))
+def _softmax_grad(logits_CV: Tensor, labels_C: Tensor, grad_CV: Tensor) -> Tensor:
+    """The loss [C] fp32; softmax - one-hot [C, V] into grad_CV, unless that is [C, 0]. Both are 0
     where a label is ignored."""
     num_rows, num_logits = logits_CV.shape
+    assert grad_CV.is_contiguous(), "the kernel writes whole rows one after another"
     loss_C = torch.empty(num_rows, dtype=torch.float32, device=logits_CV.device)
-    grad_CV = logits_CV.new_empty(
-        num_rows, 0 if dtype is None else num_logits, dtype=dtype or torch.bfloat16
-    )
     if num_rows:
         _softmax_grad_kernel[(num_rows,)](
             logits_CV, labels_C, loss_C, grad_CV, num_logits,
-            IGNORED_LABEL, dtype is not None, _BLOCK, num_warps=8,
+            IGNORED_LABEL, grad_CV.shape[1] > 0, _BLOCK, num_warps=8,
         )  # fmt: skip
-    return loss_C, grad_CV
+    return loss_C
 
 
 @_softmax_grad.register_fake
-def _(logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    loss_C = logits_CV.new_empty(logits_CV.shape[0], dtype=torch.float32)
-    width = 0 if dtype is None else logits_CV.shape[1]
-    return loss_C, logits_CV.new_empty(logits_CV.shape[0], width, dtype=dtype or torch.bfloat16)
+def _(logits_CV: Tensor, labels_C: Tensor, grad_CV: Tensor) -> Tensor:
+    return logits_CV.new_empty(logits_CV.shape[0], dtype=torch.float32)
 
 
 @triton.jit

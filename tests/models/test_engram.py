@@ -9,8 +9,9 @@ from torch.utils._pytree import tree_leaves
 from whole_model import byte_token_map, random_batch
 
 from ppruntime.models.dims import preset
-from ppruntime.models.engram import Engram, NgramHash, add_row_grads, hash_multipliers
+from ppruntime.models.engram import Engram, NgramHash, add_row_grads, hash_multipliers, look_up
 from ppruntime.models.engram_hash import bucket_sizes, is_prime, normalized, token_map
+from ppruntime.models.engram_rows import TableRows
 from ppruntime.models.init import init_parameters
 
 TINY = preset("tiny")
@@ -199,6 +200,21 @@ def test_row_gradients_in_bf16_are_rounded_once_a_call():
     grad[0] = 1
     add_row_grads(table, torch.ones(300, dtype=torch.int64), grad)
     assert table.grad.tolist() == [[0, 0], [1 + 300 / 256] * 2, [0, 0]]
+
+
+def test_a_device_named_with_and_without_its_number_is_one_device():
+    """Else a table on the GPU is opened as host memory, which CUDA refuses."""
+    table = torch.nn.Parameter(torch.randn(9, 4))
+    assert table.device != torch.device("cpu", 0)
+    source = TableRows(
+        table.detach(), num_rows=9, dtype=torch.float32, device=torch.device("cpu", 0)
+    )
+    rows = torch.tensor([1, 3, 3])
+    source.announce([rows])
+    source.turn = 0
+    look_up(rows, table, torch.float32, source).sum().backward()
+    sums = source.flush()
+    assert sums.sum(1).tolist() == [0, 4, 0, 8, 0, 0, 0, 0, 0]
 
 
 def test_an_engrams_table_gets_its_gradient_through_the_rows():
