@@ -1,10 +1,10 @@
 """mHC around a sublayer in Triton: the same functions as models/mhc.py and the norm, in few passes.
 
-`read` makes of the streams, in one pass, a sublayer's normed input and its coefficients: the
-projection and the rms, sigmoids and Sinkhorn, the collapse. `write` makes the streams after it. The
-gradient of the streams is formed once: `write` hands back the gradient of its result as it came,
-and `read`'s backward mixes it, adds what comes through collapse, projection and rms, and stores.
-So the handle that `read` gives to `write` is for `write` alone.
+`read` makes of the streams, in one pass over them, a sublayer's normed input and its coefficients:
+the projection and the rms, sigmoids and Sinkhorn, the collapse. `write` makes the streams after it.
+The gradient of the streams is formed once: `write` hands back the gradient of its result as it
+came, and `read`'s backward mixes it, adds what comes through collapse, projection and rms, and
+stores. So the handle that `read` gives to `write` is for `write` alone.
 
 Bytes per unit of V4.1 at N = 8,192 tokens in bf16 (streams 335.5 MB, one of width D 83.9 MB):
 
@@ -45,6 +45,11 @@ _CHANNELS = 64
 """Channels of a step where streams meet the projection's weights."""
 _ROW_BLOCK = 1024
 """Channels that one program works on at a time where streams are only weighed."""
+_SHARE = 1024
+"""Channels of each stream that one program takes: a program per block of tokens would leave most of
+a GPU's memory lanes idle."""
+_TOKEN_SHARE = 2048
+"""Tokens whose part of the projection's weight gradient one program sums."""
 _NORM_TOKENS = 16
 """Tokens whose part of the norm's gain gradient is added up in registers."""
 
@@ -168,12 +173,24 @@ def _read(
     x, z, projected, inverse, pre, post, comb = outputs
     num_tokens, num_streams, width = streams.shape
     if num_tokens:
-        tokens = 16 if INTERPRETED.value else 32
-        kernels.read_kernel[(-(-num_tokens // tokens),)](
-            streams.contiguous(), None if mix is None else mix.contiguous(), weight, base, scale,
-            gain, x, z, projected, inverse, pre, post, comb,
-            num_tokens, norm_eps, mhc_eps, num_streams, width, weight.shape[0],
-            _padded(weight.shape[0]), num_iters, tokens, _CHANNELS, num_warps=4, num_stages=3,
+        tokens, shares = _token_block(), -(-width // _SHARE)
+        blocks, num_coefficients = -(-num_tokens // tokens), weight.shape[0]
+        streams = streams.contiguous()
+        partial = projected.new_empty(shares, num_tokens, num_coefficients)
+        squares = projected.new_empty(shares, num_tokens)
+        kernels.project_kernel[(blocks, shares)](
+            streams, None if mix is None else mix.contiguous(), weight, z, partial, squares,
+            num_tokens, num_streams, width, num_coefficients, _padded(num_coefficients), tokens,
+            _CHANNELS, _SHARE, num_warps=4, num_stages=3,
+        )  # fmt: skip
+        kernels.coefficients_kernel[(blocks,)](
+            partial, squares, base, scale, projected, inverse, pre, post, comb,
+            num_tokens, norm_eps, mhc_eps, num_streams, width, num_coefficients,
+            _padded(num_coefficients), num_iters, tokens, shares, num_warps=4,
+        )  # fmt: skip
+        kernels.norm_kernel[(num_tokens,)](
+            streams, pre if mix is None else None, z, gain, x, inverse, norm_eps,
+            num_streams, width, _power_of_two(width), num_warps=8,
         )  # fmt: skip
     return outputs
 
@@ -265,12 +282,15 @@ def _read_backward(
         dpost.contiguous(), dcomb.contiguous(), totals, draw, dprojected, through_rms,
         num_tokens, mhc_eps, num_streams, width, num_coefficients, num_iters, 32, num_warps=4,
     )  # fmt: skip
-    tokens = 16 if INTERPRETED.value else 32
-    kernels.read_backward_kernel[(-(-num_tokens // tokens),)](
-        dhandle, dz, streams, mix, comb, dprojected, through_rms, weight, dstreams,
-        dmix if wants_mix and not is_own else None, num_tokens, num_streams, width,
-        num_coefficients, _padded(num_coefficients), tokens, _CHANNELS, num_warps=4, num_stages=2,
+    tokens, shares = _token_block(), -(-width // _SHARE)
+    dmixes = mix.new_empty(shares, *mix.shape) if wants_mix and not is_own else None
+    kernels.read_backward_kernel[(-(-num_tokens // tokens), shares)](
+        dhandle, dz, streams, mix, comb, dprojected, through_rms, weight, dstreams, dmixes,
+        num_tokens, num_streams, width, num_coefficients, _padded(num_coefficients), tokens,
+        _CHANNELS, _SHARE, num_warps=8, num_stages=2,
     )  # fmt: skip
+    if dmixes is not None:
+        dmix = dmixes.sum(0)
     sizes = [num_streams, num_streams, num_streams**2]
     of_scale = torch.split((draw * projected * inverse[:, :1]).sum(0), sizes)
     dscale = torch.stack([part.sum() for part in of_scale])
@@ -310,15 +330,16 @@ def _weight_grad(dprojected: Tensor, streams: Tensor) -> Tensor:
     """[C, S D] fp32: the gradient of the projection's weight, tokens summed in order."""
     num_tokens, num_streams, width = streams.shape
     num_coefficients, num_channels = dprojected.shape[1], num_streams * width
-    dweight = dprojected.new_zeros(num_coefficients, num_channels)
-    if num_tokens:
-        tokens = 16 if INTERPRETED.value else 64
-        kernels.weight_grad_kernel[(-(-num_channels // _CHANNELS),)](
-            dprojected, streams.contiguous(), dweight, num_tokens, num_channels,
-            num_coefficients, _padded(num_coefficients), tokens, _CHANNELS,
-            num_warps=4, num_stages=3,
-        )  # fmt: skip
-    return dweight
+    if not num_tokens:
+        return dprojected.new_zeros(num_coefficients, num_channels)
+    tokens, shares = 16 if INTERPRETED.value else 64, -(-num_tokens // _TOKEN_SHARE)
+    parts = dprojected.new_empty(shares, num_coefficients, num_channels)
+    kernels.weight_grad_kernel[(-(-num_channels // _CHANNELS), shares)](
+        dprojected, streams.contiguous(), parts, num_tokens, num_channels,
+        num_coefficients, _padded(num_coefficients), tokens, _CHANNELS, _TOKEN_SHARE,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return parts.sum(0)
 
 
 @_weight_grad.register_fake
@@ -370,6 +391,11 @@ def _(dout: Tensor, streams: Tensor, y: Tensor, post: Tensor) -> tuple[Tensor, T
         post.new_empty(num_tokens, num_streams),
         post.new_empty(num_tokens, num_streams, num_streams),
     )
+
+
+def _token_block() -> int:
+    """Tokens of a program where streams meet the projection's weights."""
+    return 16 if INTERPRETED.value else 32
 
 
 def _power_of_two(number: int) -> int:

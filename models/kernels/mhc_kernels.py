@@ -102,21 +102,21 @@ def _coefficients(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def read_kernel(
-    streams_ptr, mix_ptr, weight_ptr, base_ptr, scale_ptr, norm_ptr,
-    x_ptr, z_ptr, projected_ptr, inverse_ptr, pre_ptr, post_ptr, comb_ptr,
-    num_tokens, norm_eps, mhc_eps,
+def project_kernel(
+    streams_ptr, mix_ptr, weight_ptr, z_ptr, partial_ptr, squares_ptr, num_tokens,
     S: tl.constexpr, D: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
-    ITERS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
+    """Some tokens, SHARE channels of each stream: their part of the projection and of the sum of
+    squares, and with a mix their collapse."""
     tokens = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     inside = tokens < num_tokens
     coefficients = tl.arange(0, C_PADDED)
     acc = tl.zeros([BT, C_PADDED], tl.float32)
     squares = tl.zeros([BT, BK], tl.float32)
-    z_squares = tl.zeros([BT, BK], tl.float32)
-    for start in range(0, D, BK):
-        channels = start + tl.arange(0, BK)
+    first = tl.program_id(1) * SHARE
+    for start in range(0, SHARE, BK):
+        channels = first + start + tl.arange(0, BK)
         in_row = channels < D
         mask = inside[:, None] & in_row[None, :]
         z = tl.zeros([BT, BK], tl.float32)
@@ -136,50 +136,69 @@ def read_kernel(
                 mix = tl.load(mix_ptr + tokens * S + i, mask=inside, other=0.0)
                 z += mix[:, None] * wide
         if mix_ptr is not None:
-            z = _cast(z, z_ptr)
-            tl.store(z_ptr + tokens[:, None] * D + channels[None, :], z, mask=mask)
-            z = z.to(tl.float32)
-            z_squares += z * z
-    inverse = tl.rsqrt(tl.sum(squares, 1) / (S * D) + norm_eps)
-    tl.store(inverse_ptr + 2 * tokens, inverse, mask=inside)
+            tl.store(z_ptr + tokens[:, None] * D + channels[None, :], _cast(z, z_ptr), mask=mask)
+    part = tl.program_id(1) * num_tokens.to(tl.int64) + tokens
+    tl.store(squares_ptr + part, tl.sum(squares, 1), mask=inside)
     tl.store(
-        projected_ptr + tokens[:, None] * C + coefficients[None, :], acc,
+        partial_ptr + part[:, None] * C + coefficients[None, :], acc,
         mask=inside[:, None] & (coefficients < C)[None, :],
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def coefficients_kernel(
+    partial_ptr, squares_ptr, base_ptr, scale_ptr, projected_ptr, inverse_ptr,
+    pre_ptr, post_ptr, comb_ptr, num_tokens, norm_eps, mhc_eps,
+    S: tl.constexpr, D: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
+    ITERS: tl.constexpr, BT: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    """Some tokens: the parts of the projection summed in order, and the coefficients."""
+    tokens = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
+    inside = tokens < num_tokens
+    coefficients = tl.arange(0, C_PADDED)
+    mask = inside[:, None] & (coefficients < C)[None, :]
+    acc = tl.zeros([BT, C_PADDED], tl.float32)
+    squares = tl.zeros([BT], tl.float32)
+    for share in range(SHARES):
+        part = share * num_tokens.to(tl.int64) + tokens
+        acc += tl.load(
+            partial_ptr + part[:, None] * C + coefficients[None, :], mask=mask, other=0.0
+        )
+        squares += tl.load(squares_ptr + part, mask=inside, other=0.0)
+    inverse = tl.rsqrt(squares / (S * D) + norm_eps)
+    tl.store(inverse_ptr + 2 * tokens, inverse, mask=inside)
+    tl.store(projected_ptr + tokens[:, None] * C + coefficients[None, :], acc, mask=mask)
     # By way of memory: the coefficients of a token then lie where the sums want them.
     tl.debug_barrier()
     _coefficients(
         projected_ptr, inverse_ptr, base_ptr, scale_ptr, pre_ptr, post_ptr, comb_ptr,
         tokens, num_tokens, mhc_eps, S, C, ITERS,
     )  # fmt: skip
-    tl.debug_barrier()
-    if mix_ptr is None:
-        for start in range(0, D, BK):
-            channels = start + tl.arange(0, BK)
-            mask = inside[:, None] & (channels < D)[None, :]
-            z = tl.zeros([BT, BK], tl.float32)
-            for i in tl.static_range(S):
-                x = tl.load(
-                    streams_ptr + tokens[:, None] * (S * D) + i * D + channels[None, :],
-                    mask=mask, other=0.0,
-                )  # fmt: skip
-                mix = tl.load(pre_ptr + tokens * S + i, mask=inside, other=0.0)
-                z += mix[:, None] * x.to(tl.float32)
-            z = _cast(z, z_ptr)
-            tl.store(z_ptr + tokens[:, None] * D + channels[None, :], z, mask=mask)
-            z = z.to(tl.float32)
-            z_squares += z * z
-        tl.debug_barrier()
-    z_inverse = tl.rsqrt(tl.sum(z_squares, 1) / D + norm_eps)
-    tl.store(inverse_ptr + 2 * tokens + 1, z_inverse, mask=inside)
-    for start in range(0, D, BK):
-        channels = start + tl.arange(0, BK)
-        mask = inside[:, None] & (channels < D)[None, :]
-        places = tokens[:, None] * D + channels[None, :]
-        z = tl.load(z_ptr + places, mask=mask, other=0.0).to(tl.float32)
-        gain = tl.load(norm_ptr + channels, mask=channels < D, other=0.0).to(tl.float32)
-        x = z * z_inverse[:, None] * gain[None, :]
-        tl.store(x_ptr + places, _cast(x, x_ptr), mask=mask)
+
+
+@triton.jit
+def norm_kernel(
+    streams_ptr, pre_ptr, z_ptr, norm_ptr, x_ptr, inverse_ptr, norm_eps,
+    S: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
+):  # fmt: skip
+    """One token: the norm of z; with `pre`, z is its streams' collapse by it."""
+    token = tl.program_id(0).to(tl.int64)
+    channels = tl.arange(0, D_PADDED)
+    mask = channels < D
+    if pre_ptr is not None:
+        z = tl.zeros([D_PADDED], tl.float32)
+        for i in tl.static_range(S):
+            x = tl.load(streams_ptr + token * (S * D) + i * D + channels, mask=mask, other=0.0)
+            z += tl.load(pre_ptr + token * S + i) * x.to(tl.float32)
+        rounded = _cast(z, z_ptr)
+        tl.store(z_ptr + token * D + channels, rounded, mask=mask)
+        z = rounded.to(tl.float32)
+    else:
+        z = tl.load(z_ptr + token * D + channels, mask=mask, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(z * z, 0) / D + norm_eps)
+    tl.store(inverse_ptr + 2 * token + 1, inverse)
+    gain = tl.load(norm_ptr + channels, mask=mask, other=0.0).to(tl.float32)
+    tl.store(x_ptr + token * D + channels, _cast(z * inverse * gain, x_ptr), mask=mask)
 
 
 @triton.jit
@@ -379,9 +398,10 @@ def read_backward_kernel(
     dhandle_ptr, dz_ptr, streams_ptr, mix_ptr, comb_ptr, dprojected_ptr, through_rms_ptr,
     weight_ptr, dstreams_ptr, dmix_ptr, num_tokens,
     S: tl.constexpr, D: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the streams, all four ways into one sum; and of the mix, where wanted."""
+    """Some tokens, SHARE channels of each stream: the gradient of the streams, all four ways into
+    one sum; and their part of the mix's, where wanted."""
     tokens = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     inside = tokens < num_tokens
     coefficients = tl.arange(0, C_PADDED)
@@ -393,8 +413,9 @@ def read_backward_kernel(
     second = _part(dprojected - first.to(tl.float32))
     through_rms = tl.load(through_rms_ptr + tokens, mask=inside, other=0.0)[:, None]
     dmix = tl.zeros([BT, S], tl.float32)
-    for start in range(0, D, BK):
-        channels = start + tl.arange(0, BK)
+    first_channel = tl.program_id(1) * SHARE
+    for start in range(0, SHARE, BK):
+        channels = first_channel + start + tl.arange(0, BK)
         in_row = channels < D
         mask = inside[:, None] & in_row[None, :]
         dz = tl.load(dz_ptr + tokens[:, None] * D + channels[None, :], mask=mask, other=0.0).to(
@@ -426,7 +447,8 @@ def read_backward_kernel(
                 of_stream = (tl.arange(0, S) == i)[None, :]
                 dmix += tl.where(of_stream, tl.sum(dz * x, 1)[:, None], 0.0)
     if dmix_ptr is not None:
-        places = tokens[:, None] * S + tl.arange(0, S)[None, :]
+        part = tl.program_id(1) * num_tokens.to(tl.int64) + tokens
+        places = part[:, None] * S + tl.arange(0, S)[None, :]
         tl.store(dmix_ptr + places, dmix, mask=inside[:, None])
 
 
@@ -434,15 +456,16 @@ def read_backward_kernel(
 def weight_grad_kernel(
     dprojected_ptr, streams_ptr, dweight_ptr, num_tokens,
     WIDTH: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr, BT: tl.constexpr,
-    BK: tl.constexpr,
+    BK: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of the projection's weight gradient, over all tokens in order."""
+    """Some channels of the projection's weight gradient, over SHARE tokens in order."""
     channels = tl.program_id(0) * BK + tl.arange(0, BK)
     in_row = channels < WIDTH
     coefficients = tl.arange(0, C_PADDED)
     acc = tl.zeros([C_PADDED, BK], tl.float32)
-    for start in range(0, num_tokens, BT):
-        tokens = (start + tl.arange(0, BT)).to(tl.int64)
+    first_token = tl.program_id(1).to(tl.int64) * SHARE
+    for start in range(0, SHARE, BT):
+        tokens = first_token + start + tl.arange(0, BT)
         inside = tokens < num_tokens
         dprojected = tl.load(
             dprojected_ptr + tokens[:, None] * C + coefficients[None, :],
@@ -461,6 +484,7 @@ def weight_grad_kernel(
             acc = tl.dot(tl.trans(first), x, acc, input_precision="ieee")
         else:
             acc = tl.dot(tl.trans(dprojected), x, acc, input_precision="ieee")
+    dweight_ptr += tl.program_id(1) * C * WIDTH
     tl.store(
         dweight_ptr + coefficients[:, None] * WIDTH + channels[None, :], acc,
         mask=(coefficients < C)[:, None] & in_row[None, :],

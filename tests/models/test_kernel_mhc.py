@@ -115,6 +115,16 @@ def test_in_fp32_all_results_are_fp64s_to_fp32s_last_bits(options):
     assert all(result.isfinite().all() for result in found)
 
 
+@interpreted
+@pytest.mark.parametrize("own", [False, True])
+def test_parts_of_the_channels_and_tokens_add_up(own, monkeypatch):
+    monkeypatch.setattr("ppruntime.models.kernels.mhc._SHARE", 64)
+    monkeypatch.setattr("ppruntime.models.kernels.mhc._TOKEN_SHARE", 16)
+    case = Case(tokens=(1, 35), width=130, iters=2, own=own)
+    errors = distances(case.results(FUSED), case.expected())
+    assert max(errors) < 3e-6, errors
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_in_bf16_errors_are_the_references_own(own):
     tokens, width = ((2, 300), 1000) if on_gpu else ((1, 2), 72)
@@ -225,7 +235,7 @@ def test_kernels_compile_for_hopper_without_spills():
     )
     assert run.returncode == 0, run.stdout + run.stderr
     kernels_of = json.loads(run.stdout)
-    assert len(kernels_of) == 16
+    assert len(kernels_of) == 18
     for name, kernel in kernels_of.items():
         assert kernel["spills"] == 0, name
         assert kernel["narrow_accesses"] == 0, name
