@@ -42,10 +42,12 @@ from ppruntime.models.mhc import Coefficients, HyperConnection
 from ppruntime.models.norm import RMSNorm
 
 _CHANNELS = 64
-"""Channels of a step where streams meet the projection's weights."""
+"""Channels of a step where streams are projected."""
+_BACK_CHANNELS = 128
+"""Channels of a step where the projection's gradient meets streams or weights."""
 _ROW_BLOCK = 1024
 """Channels that one program works on at a time where streams are only weighed."""
-_SHARE = 1024
+_SHARE = 1280
 """Channels of each stream that one program takes: a program per block of tokens would leave most of
 a GPU's memory lanes idle."""
 _TOKEN_SHARE = 2048
@@ -181,7 +183,7 @@ def _read(
         kernels.project_kernel[(blocks, shares)](
             streams, None if mix is None else mix.contiguous(), weight, z, partial, squares,
             num_tokens, num_streams, width, num_coefficients, _padded(num_coefficients), tokens,
-            _CHANNELS, _SHARE, num_warps=4, num_stages=3,
+            _CHANNELS, _SHARE, num_warps=4, num_stages=2,
         )  # fmt: skip
         kernels.coefficients_kernel[(blocks,)](
             partial, squares, base, scale, projected, inverse, pre, post, comb,
@@ -282,12 +284,12 @@ def _read_backward(
         dpost.contiguous(), dcomb.contiguous(), totals, draw, dprojected, through_rms,
         num_tokens, mhc_eps, num_streams, width, num_coefficients, num_iters, 32, num_warps=4,
     )  # fmt: skip
-    tokens, shares = _token_block(), -(-width // _SHARE)
+    tokens, shares = 16, -(-width // _SHARE)
     dmixes = mix.new_empty(shares, *mix.shape) if wants_mix and not is_own else None
     kernels.read_backward_kernel[(-(-num_tokens // tokens), shares)](
         dhandle, dz, streams, mix, comb, dprojected, through_rms, weight, dstreams, dmixes,
         num_tokens, num_streams, width, num_coefficients, _padded(num_coefficients), tokens,
-        _CHANNELS, _SHARE, num_warps=8, num_stages=2,
+        _BACK_CHANNELS, _SHARE, num_warps=4, num_stages=2,
     )  # fmt: skip
     if dmixes is not None:
         dmix = dmixes.sum(0)
@@ -334,9 +336,9 @@ def _weight_grad(dprojected: Tensor, streams: Tensor) -> Tensor:
         return dprojected.new_zeros(num_coefficients, num_channels)
     tokens, shares = 16 if INTERPRETED.value else 64, -(-num_tokens // _TOKEN_SHARE)
     parts = dprojected.new_empty(shares, num_coefficients, num_channels)
-    kernels.weight_grad_kernel[(-(-num_channels // _CHANNELS), shares)](
+    kernels.weight_grad_kernel[(-(-num_channels // _BACK_CHANNELS), shares)](
         dprojected, streams.contiguous(), parts, num_tokens, num_channels,
-        num_coefficients, _padded(num_coefficients), tokens, _CHANNELS, _TOKEN_SHARE,
+        num_coefficients, _padded(num_coefficients), tokens, _BACK_CHANNELS, _TOKEN_SHARE,
         num_warps=4, num_stages=3,
     )  # fmt: skip
     return parts.sum(0)
@@ -394,8 +396,8 @@ def _(dout: Tensor, streams: Tensor, y: Tensor, post: Tensor) -> tuple[Tensor, T
 
 
 def _token_block() -> int:
-    """Tokens of a program where streams meet the projection's weights."""
-    return 16 if INTERPRETED.value else 32
+    """Tokens of a program that projects: 64 fill Hopper's tensor cores."""
+    return 16 if INTERPRETED.value else 64
 
 
 def _power_of_two(number: int) -> int:
