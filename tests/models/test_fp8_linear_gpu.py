@@ -99,7 +99,7 @@ def test_the_query_projection_turns_its_gradient_inside_the_cast(num_rows):
         q.backward(normal(1, num_rows, 64, 512, seed=2))
         results.append((q.detach(), x.grad, module.weight.grad))
     differing = {
-        name: (distance(a, b), int((a != b).sum()))
+        name: (distance(a, b), int((a != b).sum()), int(a.isnan().sum()), int(b.isnan().sum()))
         for name, a, b in zip(("q", "dx", "dW"), *results, strict=True)
         if not torch.equal(a, b)
     }
