@@ -9,13 +9,18 @@ what is computed of them has the same bits in every run, and at every number of 
 Whether a rank's pool would overflow follows from the counts too, so all ranks raise alike, before
 any of them sends a row. Shape letters: P ranks, E experts, L = E/P experts here, R pool rows,
 B = R/128 blocks.
+
+numpy inside: the device waits for a plan in every forward, and torch takes three times as long over
+numbers as few as these.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ppruntime.models.fp8_expert_rules import BLOCK
@@ -50,7 +55,8 @@ class PoolPlan:
     def packed(self) -> Tensor:
         """All five as one int32 tensor, for one copy to the device; `unpacked` takes it apart."""
         parts = (self.start_L1, self.count_L, self.before_PL, self.order_PL, self.expert_B)
-        return torch.cat([part.flatten() for part in parts]).to(torch.int32)
+        flat = numpy.concatenate([part.numpy().ravel() for part in parts])
+        return torch.from_numpy(flat.astype(numpy.int32))
 
 
 def unpacked(packed: Tensor, num_ranks: int, num_here: int) -> tuple[Tensor, ...]:
@@ -60,18 +66,19 @@ def unpacked(packed: Tensor, num_ranks: int, num_here: int) -> tuple[Tensor, ...
     return torch.split(packed, [*fixed, len(packed) - sum(fixed)])
 
 
-def padded_starts(counts: Tensor) -> Tensor:
+def padded_starts(counts: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
     """Along the last dimension: first row of each expert when each is padded to whole blocks, and
     the end of the last."""
-    blocks = (counts + BLOCK - 1) // BLOCK
-    ends = blocks.cumsum(-1)
-    return torch.cat([torch.zeros_like(ends[..., :1]), ends], -1) * BLOCK
+    starts = numpy.zeros((*counts.shape[:-1], counts.shape[-1] + 1), numpy.int64)
+    numpy.cumsum((counts + BLOCK - 1) // BLOCK, -1, out=starts[..., 1:])
+    starts *= BLOCK
+    return starts
 
 
 def pool_rows(counts_PE: Tensor) -> list[int]:
     """Pool rows of every rank, from rows of each rank for each expert."""
     num_ranks = len(counts_PE)
-    per_expert = counts_PE.sum(0).view(num_ranks, -1)
+    per_expert = counts_PE.numpy().sum(0).reshape(num_ranks, -1)
     rows: list[int] = padded_starts(per_expert)[:, -1].tolist()
     return rows
 
@@ -91,18 +98,21 @@ def make_plan(
     if capacity_factor is not None:
         _refuse_overflow(counts_PE, capacity_factor, num_pairs)
     own = slice(rank * here, (rank + 1) * here)
-    counts_PL = counts_PE[:, own]
-    start_L1 = padded_starts(counts_PL.sum(0))
+    counts = counts_PE.numpy()
+    counts_PL = counts[:, own]
+    count_L = counts_PL.sum(0)
+    start_L1 = padded_starts(count_L)
     if not start_L1[-1]:
         start_L1[1:] = BLOCK
-    blocks_L = start_L1.diff() // BLOCK
-    return PoolPlan(
-        start_L1=start_L1,
-        count_L=counts_PL.sum(0),
-        before_PL=counts_PL.cumsum(0) - counts_PL,
-        order_PL=padded_starts(counts_PE)[:, :-1][:, own],
-        expert_B=torch.arange(here).repeat_interleave(blocks_L),
+    blocks_L = numpy.diff(start_L1) // BLOCK
+    plan = (
+        start_L1,
+        count_L,
+        counts_PL.cumsum(0) - counts_PL,
+        padded_starts(counts)[:, :-1][:, own],
+        numpy.arange(here).repeat(blocks_L),
     )
+    return PoolPlan(*(torch.from_numpy(part) for part in plan))
 
 
 def _refuse_overflow(counts_PE: Tensor, capacity_factor: float, num_pairs: int) -> None:
