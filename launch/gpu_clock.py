@@ -29,13 +29,12 @@ _LONGEST_CALL_MS = 40.0
 class Clock:
     """Times calls on the current stream of `device`; on a CPU, by the wall.
 
-    `host_milliseconds` is how long the host took for the last call, `is_ahead` whether all of it
-    was enqueued before its first kernel ran: where a call waits for the device itself, it is not.
+    `host_milliseconds` is how long the host took for the last call; where a call waits for the
+    device itself, that is part of it.
     """
 
     device: torch.device
     host_milliseconds: float = 0.0
-    is_ahead: bool = True
     _recent: deque[float] = field(default_factory=lambda: deque([0.0], maxlen=8))
 
     def __call__(self, call: Callable[[], object]) -> float:
@@ -63,6 +62,5 @@ class Clock:
         end.record()
         self.host_milliseconds = 1e3 * (time.perf_counter() - start)
         self._recent.append(self.host_milliseconds)
-        self.is_ahead = not begin.query()  # type: ignore[no-untyped-call]
         end.synchronize()
         return float(begin.elapsed_time(end)), result
