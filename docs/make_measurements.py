@@ -32,7 +32,9 @@ NOT_RUN = """## Not run
 - Of the GPU tests: stress and faults of the transports in this session, most of expert parallelism
   over two GPUs (5 of 20 ran) and of the fused layer's runs (1 of 7). One failed and is not
   explained: the weight gradient of an FP8 query projection whose gradient is turned inside the
-  cast, test_the_query_projection_turns_its_gradient_inside_the_cast.
+  cast, test_the_query_projection_turns_its_gradient_inside_the_cast (dW has NaN, q and dx are equal
+  to the bit). Since then a GPU turns it first and casts afterwards, as the path that its own tests
+  cover; that was not run again.
 """
 
 

@@ -27,7 +27,7 @@ micro-batch, V rows that all ranks ask this one for, W row width, P ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,18 +45,27 @@ def open_to_device(tensor: Tensor) -> Tensor:
 
     Torch's own pinned memory comes in powers of two, up to twice of what a table needs.
     """
+    if not tensor.nbytes:
+        return tensor
     # Zero is what the runtime calls success.
     failure = int(
         torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
             tensor.data_ptr(), tensor.nbytes, 0
         )
     )
-    if tensor.nbytes and failure:
+    if failure:
+        _take_up_error()
         raise RuntimeError(
             f"the host cannot open {tensor.nbytes} bytes of Engram tables to the device (CUDA error"
             f' {failure}); give the process more lockable memory, or use engram.tables = "device"'
         )
     return tensor
+
+
+def _take_up_error() -> None:
+    """CUDA hands a failed call's error to whoever asks next: that is here, not a later launch."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def rows_held(num_rows: int, rank: int, num_ranks: int) -> range:

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from whole_model import byte_token_map, random_batch
 
+from ppruntime.models import engram_rows
 from ppruntime.models.dims import preset
 from ppruntime.models.engram import Engram, NgramHash, add_row_grads, hash_multipliers, look_up
 from ppruntime.models.engram_hash import bucket_sizes, is_prime, normalized, token_map
@@ -215,6 +216,26 @@ def test_a_device_named_with_and_without_its_number_is_one_device():
     look_up(rows, table, torch.float32, source).sum().backward()
     sums = source.flush()
     assert sums.sum(1).tolist() == [0, 4, 0, 8, 0, 0, 0, 0, 0]
+
+
+def test_host_memory_that_cuda_refuses_is_a_sentence_and_leaves_no_error_behind(monkeypatch):
+    asked, taken_up = [], []
+
+    class Cudart:
+        def cudaHostRegister(self, *request):
+            asked.append(request)
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(engram_rows, "_take_up_error", lambda: taken_up.append(True))
+    empty = torch.empty(0, 4)
+    assert engram_rows.open_to_device(empty) is empty
+    assert not asked
+    table = torch.zeros(3, 4)
+    with pytest.raises(RuntimeError, match=r"cannot open 48 bytes .* \(CUDA error 2\)"):
+        engram_rows.open_to_device(table)
+    assert asked == [(table.data_ptr(), 48, 0)]
+    assert taken_up
 
 
 def test_an_engrams_table_gets_its_gradient_through_the_rows():

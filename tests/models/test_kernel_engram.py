@@ -294,7 +294,7 @@ def test_at_full_width_results_are_as_near_to_fp64_as_the_references(options):
     found = case.results(kernels.gated)
     theirs = distances(case.results(reference.gated), expected)
     for mine, other in zip(distances(found, expected), theirs, strict=True):
-        # Sums over tokens come in another order; of 8,191 of them one is 13 % further off.
+        # The sums come in another order: of those over 8,191 tokens one was 13 % further off.
         assert mine < 1.2 * other + 1e-4
     assert all(map(torch.equal, found, case.results(kernels.gated))), "not repeatable"
 
