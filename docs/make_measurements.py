@@ -25,16 +25,16 @@ NOT_RUN = """## Not run
   differ; the one with `attention_deterministic` has equal ones for copy_engine and put and ended
   before nccl. DualPipeV's timeline was fed with I + W for a whole backward, which misses by 2.5 %;
   since then it is fed with the backward's own time, not measured again.
-- mHC with its present tiles: a sweep after the record above found 0.28 ms for `read` and 0.97 for
-  its backward, but wrote no JSON.
+- mHC with its present tiles: they were picked by a sweep that ran beside the record above, whose
+  rows have the tiles of before; the sweep wrote no JSON.
 - FlashMLA and cuDNN's frontend inside whole halves; `bench memory`; calibrations; runs with
   `validate-run`; copies of offloaded activations beside a matmul.
 - Of the GPU tests: stress and faults of the transports in this session, most of expert parallelism
   over two GPUs (5 of 20 ran) and of the fused layer's runs (1 of 7). One failed and is not
   explained: the weight gradient of an FP8 query projection whose gradient is turned inside the
-  cast, test_the_query_projection_turns_its_gradient_inside_the_cast (dW has NaN, q and dx are equal
-  to the bit). Since then a GPU turns it first and casts afterwards, as the path that its own tests
-  cover; that was not run again.
+  cast, against product and rotation (dW has NaN, q and dx are equal to the bit), now
+  test_a_query_projection_has_the_bits_of_product_and_rotation. Since then a GPU turns it first and
+  casts afterwards, as the path that its own tests cover; that was not run again.
 """
 
 

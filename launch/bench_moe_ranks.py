@@ -88,6 +88,15 @@ def variants(num_sms: int) -> Iterator[Variant]:
     yield Variant("bf16, mega_moe", ("moe.dispatch.type=mega_moe", "moe.compute.backend=torch"))
 
 
+def chosen(num_sms: int, only: Sequence[str]) -> list[Variant]:
+    """All variants, or those of these names. Raises SystemExit for a name that none has."""
+    known = list(variants(num_sms))
+    if unknown := set(only) - {variant.name for variant in known}:
+        names = "\n".join(variant.name for variant in known)
+        raise SystemExit(f"bench moe: no variant is called {sorted(unknown)}; there are\n{names}")
+    return [variant for variant in known if not only or variant.name in only]
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """A variant, ready to run."""
@@ -177,7 +186,7 @@ class Bench(Recorder):
         num_sms = 132
         if self.cuda:
             num_sms = torch.cuda.get_device_properties(self.ranks.device).multi_processor_count
-        wanted = [v for v in variants(num_sms) if not only or v.name in only]
+        wanted = chosen(num_sms, only)
         layers = [found for v in wanted if (found := self.layer(v)) is not None]
         for layer in layers:
             self._compare(layer)

@@ -23,8 +23,9 @@ unit's weights in this one, which units that are cut, sharded and recomputed one
 For the backward stay z, y, the projection, two rms and the coefficients: 168 MB + 1.6 MB; V4, whose
 mix is its own coefficients, reads the streams once more in either direction.
 
-Numeric class: summation order. fp32 products are exact, three bf16 parts of a weight. On an H200
-the coefficients were up to 6e-5 off fp64's, where the reference is 1e-6 off: sums on tensor cores.
+Numeric class: summation order. fp32 products are exact, three bf16 parts of a weight. Sums on
+tensor cores may leave the coefficients 1.5e-4 off fp64's (the GPU test's bound), more than the
+reference is.
 Shape letters: N tokens, S streams, D model width, C = 2 S + S^2 coefficients.
 """
 

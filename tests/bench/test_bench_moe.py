@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from ppruntime.config import ConfigError, load
-from ppruntime.launch.bench_moe_ranks import _BASE, variants
+from ppruntime.launch.bench_moe_ranks import _BASE, chosen, variants
 
 SMALL = (
     "model.hidden_size=128",
@@ -59,3 +59,11 @@ def test_it_runs_on_two_processes_without_gpus_and_notes_what_it_leaves_out(tmp_
     assert rows["fwd + bwd", "bf16 grouped + all-to-all (1 micro-batches)"]["median_ms"] > 0
     assert rows["dispatch", "torch, bf16 rows"]["num_bytes"] > 0
     assert any("deep_ep" in note for note in record["notes"])
+
+
+def test_variants_are_chosen_by_name_and_a_wrong_name_is_refused():
+    assert chosen(132, ()) == list(variants(132))
+    (found,) = chosen(132, ["triton, mega_moe"])
+    assert found.name == "triton, mega_moe"
+    with pytest.raises(SystemExit, match=r"no variant is called \['mega_moe'\]; there are\nbf16"):
+        chosen(132, ["triton, mega_moe", "mega_moe"])

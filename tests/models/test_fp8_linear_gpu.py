@@ -85,7 +85,7 @@ def test_a_linear_follows_the_recipe(backend, num_in, num_out, num_rows):
 
 
 @pytest.mark.parametrize("num_rows", [8192, 1000])
-def test_the_query_projection_turns_its_gradient_inside_the_cast(num_rows):
+def test_a_query_projection_has_the_bits_of_product_and_rotation(num_rows):
     from ppruntime.models.kernels.rope import project_rotated
 
     angles = torch.arange(num_rows, device="cuda").view(1, -1, 1) * 0.01
