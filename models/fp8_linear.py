@@ -151,9 +151,8 @@ class Fp8Linear(_Fp8Layer):
         return y_NO.view(*x.shape[:-1], y_NO.shape[1])
 
     def project_rotated(self, x_BTI: Tensor, rotation: Rotation, num_heads: int) -> Tensor:
-        """[B, T, H, K]: the product as heads, turned where it lies. Its gradient is turned back,
-        off a GPU inside the cast that both gradients read. Bitwise the same as the product, then
-        `rotate`."""
+        """[B, T, H, K]: the product as heads, turned where it lies. Its gradient is turned back
+        inside the cast that both gradients read. Bitwise the same as the product, then `rotate`."""
         cos_NR, sin_NR = (angles.flatten(0, 1) for angles in rotation)
         q_NO: Tensor = _Fp8RotatedLinear.apply(  # type: ignore[no-untyped-call]
             x_BTI.flatten(0, 1), cos_NR, sin_NR, self.weight, self, num_heads
@@ -229,9 +228,7 @@ class _Fp8RotatedLinear(torch.autograd.Function):
         columns, scale, cos_NR, sin_NR = ctx.saved_tensors
         layer: Fp8Linear = ctx.layer
         head_width = grad_NO.shape[1] // ctx.num_heads
-        # On a GPU the weight gradient by way of the turning cast was another than by rotation and
-        # cast, NaN among it, and nobody knows yet why (docs/measurements.md): there it is not used.
-        in_torch = layer.options.backend is LinearBackend.REFERENCE or grad_NO.is_cuda
+        in_torch = layer.options.backend is LinearBackend.REFERENCE
         if not in_torch and can_turn(head_width, cos_NR.shape[1]):
             layout = dense_layout(len(grad_NO), grad_NO.device)
             cast = (*quantize_turned(grad_NO, cos_NR, sin_NR, head_width=head_width), layout)

@@ -32,10 +32,12 @@ from ppruntime.models.kernels.rounding import INTERPRETED
 
 _ROW_BLOCK = 1024
 """Channels that one program works on at a time where a token is its own."""
-_CHANNELS = 256
+_CHANNELS = 1024
 """Channels of a program in the backward."""
-_TOKENS = 4 if INTERPRETED.value else 64
+_TOKENS = 4 if INTERPRETED.value else 32
 """Tokens whose part of the weights' gradient is added up in registers."""
+_STAGES = 2
+"""Tokens of which such a program has read the next when it works on one."""
 
 
 def gated(
@@ -148,7 +150,8 @@ def _gate_backward(
     dweights = stats.new_empty(num_parts, num_streams, width)
     kernels.gate_backward_kernel[(num_parts, -(-width // block))](
         dout, streams.contiguous(), projected, query.contiguous(), key.contiguous(), factors,
-        dstreams, dprojected, dweights, num_tokens, num_streams, width, _TOKENS, block, num_warps=4,
+        dstreams, dprojected, dweights, num_tokens, num_streams, width, _TOKENS, block, _STAGES,
+        num_warps=4,
     )  # fmt: skip
     return dstreams, dprojected, dweights.sum(0)
 

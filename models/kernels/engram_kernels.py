@@ -116,37 +116,43 @@ def gate_backward_kernel(
     dout_ptr, streams_ptr, projected_ptr, query_ptr, key_ptr, factors_ptr,
     dstreams_ptr, dprojected_ptr, dweights_ptr, num_tokens,
     S: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """TOKENS tokens times BLOCK channels a program, tokens in order: gradients of streams, keys and
     value, and of the gates' weights the part [S, BLOCK] of these tokens."""
-    streams = tl.arange(0, S)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channels < D
-    mask = (streams < S)[:, None] & inside[None, :]
-    at = streams[:, None] * D + channels[None, :]
-    weight = tl.load(query_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    weight *= tl.load(key_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    dweight = tl.zeros([S, BLOCK], tl.float32)
+    dweights = ()
+    for _i in tl.static_range(S):
+        dweights = dweights + (tl.zeros([BLOCK], tl.float32),)
     first = tl.program_id(0).to(tl.int64) * TOKENS
-    for token in range(first, min(first + TOKENS, num_tokens)):
-        factors = factors_ptr + token * (4 * S) + streams
-        gate = tl.load(factors)[:, None]
-        dproduct = tl.load(factors + S)[:, None]
-        through_x = tl.load(factors + 2 * S)[:, None]
-        through_k = tl.load(factors + 3 * S)[:, None]
-        row = token * (S * D) + at
-        wide_row = token * ((S + 1) * D)
-        dout = tl.load(dout_ptr + row, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(streams_ptr + row, mask=mask, other=0.0).to(tl.float32)
-        k = tl.load(projected_ptr + wide_row + at, mask=mask, other=0.0).to(tl.float32)
-        dx = dout + dproduct * weight * k - through_x * x
-        tl.store(dstreams_ptr + row, _cast(dx, dstreams_ptr), mask=mask)
-        dk = dproduct * weight * x - through_k * k
-        tl.store(dprojected_ptr + wide_row + at, _cast(dk, dprojected_ptr), mask=mask)
-        dvalue = _cast(tl.sum(gate * dout, 0), dprojected_ptr)
-        tl.store(dprojected_ptr + wide_row + S * D + channels, dvalue, mask=inside)
-        dweight += dproduct * x * k
-    tl.store(dweights_ptr + tl.program_id(0).to(tl.int64) * (S * D) + at, dweight, mask=mask)
+    # Stream by stream: one tile of all of them would be summed through shared memory.
+    for token in tl.range(first, min(first + TOKENS, num_tokens), num_stages=STAGES):
+        factors = factors_ptr + token * (4 * S)
+        row = token * (S * D) + channels
+        wide_row = token * ((S + 1) * D) + channels
+        dvalue = tl.zeros([BLOCK], tl.float32)
+        sums = ()
+        for i in tl.static_range(S):
+            gate, dproduct = tl.load(factors + i), tl.load(factors + S + i)
+            through_x, through_k = tl.load(factors + 2 * S + i), tl.load(factors + 3 * S + i)
+            weight = tl.load(query_ptr + i * D + channels, mask=inside, other=0.0).to(tl.float32)
+            key = tl.load(key_ptr + i * D + channels, mask=inside, other=0.0).to(tl.float32)
+            weight = weight * key * dproduct
+            dout = tl.load(dout_ptr + row + i * D, mask=inside, other=0.0).to(tl.float32)
+            x = tl.load(streams_ptr + row + i * D, mask=inside, other=0.0).to(tl.float32)
+            k = tl.load(projected_ptr + wide_row + i * D, mask=inside, other=0.0).to(tl.float32)
+            dx = dout + weight * k - through_x * x
+            tl.store(dstreams_ptr + row + i * D, _cast(dx, dstreams_ptr), mask=inside)
+            dk = weight * x - through_k * k
+            tl.store(dprojected_ptr + wide_row + i * D, _cast(dk, dprojected_ptr), mask=inside)
+            dvalue += gate * dout
+            sums = sums + (dweights[i] + dproduct * x * k,)
+        dweights = sums
+        tl.store(dprojected_ptr + wide_row + S * D, _cast(dvalue, dprojected_ptr), mask=inside)
+    part = dweights_ptr + tl.program_id(0).to(tl.int64) * (S * D) + channels
+    for i in tl.static_range(S):
+        tl.store(part + i * D, dweights[i], mask=inside)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from ppruntime.models.kernels.quantize import (
     store_columns,
     store_rows,
 )
-from ppruntime.models.kernels.rounding import reciprocal, to_bf16, to_e4m3
+from ppruntime.models.kernels.rounding import e4m3_words, reciprocal, to_bf16
 
 
 def can_turn(head_width: int, num_pairs: int) -> bool:
@@ -83,10 +83,8 @@ def _quantize_turned(
     largest = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
     scale = column_scale(tl.max(largest, axis=0), column_scale_ptr, block, column, C, False, False)
     inverse = reciprocal(scale)[None, :]
-    store_columns(
-        to_e4m3(x0 * inverse), to_e4m3(x1 * inverse), to_e4m3(x2 * inverse), to_e4m3(x3 * inverse),
-        columns_ptr, block.to(tl.int64) * (C * 128), 128, column,
-    )  # fmt: skip
+    words = e4m3_words(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
+    store_columns(words, columns_ptr, block.to(tl.int64) * (C * 128), 128, column)
 
 
 def quantize_turned(

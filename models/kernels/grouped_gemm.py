@@ -126,10 +126,15 @@ def _grouped_gemm(
             w_row = expert * OUTS + column
             w_scales = w_scale_ptr + (expert * (OUTS // 128) + column // 128) * (INS // 128)
             total = tl.zeros([ROWS, COLUMNS], tl.float32)
+            # Scales come a step ahead of their product: nothing waits for them after it.
+            x_scale, w_scale = tl.load(x_scale_ptr + rows), tl.load(w_scales)
             for group in range(INS // 128):
                 x = x_desc.load([row, group * 128])
                 w = w_desc.load([w_row, group * 128])
-                scale = tl.load(x_scale_ptr + group * P + rows) * tl.load(w_scales + group)
+                scale = x_scale * w_scale
+                ahead = tl.minimum(group + 1, INS // 128 - 1)
+                x_scale = tl.load(x_scale_ptr + ahead * P + rows)
+                w_scale = tl.load(w_scales + ahead)
                 total += tl.dot(x, w.T) * scale[:, None]
             y_desc.store([row, column], to_bf16(total))
 
@@ -179,6 +184,16 @@ def all_sms(x: Tensor) -> int:
 
 
 @triton.jit
+def _scales(scale_ptr, block, first, WIDTH: tl.constexpr, COUNT: tl.constexpr, TILES: tl.constexpr):
+    """Of a 128-row block the scales of COUNT channels from `first`: each its own, or the tile's."""
+    if TILES:
+        scales = tl.load(scale_ptr + block * (WIDTH // 128) + first // 128)
+    else:
+        scales = tl.load(scale_ptr + block * WIDTH + first + tl.arange(0, COUNT))
+    return scales
+
+
+@triton.jit
 def _partial(
     left_desc, right_desc, left_scale_ptr, right_scale_ptr, start_ptr, expert, row, column,
     A: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -187,22 +202,21 @@ def _partial(
     """One micro-batch's part of one output tile, summed from zero."""
     first_block = tl.load(start_ptr + expert) // 128
     stop_block = tl.load(start_ptr + expert + 1) // 128
-    rows = row + tl.arange(0, ROWS)
-    columns = column + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    # Scales come a step ahead of their product: nothing waits for them after it.
+    left_scale = _scales(left_scale_ptr, first_block, row, A, ROWS, LEFT_TILES)
+    right_scale = _scales(right_scale_ptr, first_block, column, C, COLUMNS, RIGHT_TILES)
     for block in range(first_block, stop_block):
         left = left_desc.load([block * A + row, 0])
         right = right_desc.load([block * C + column, 0])
+        ahead = tl.minimum(block + 1, stop_block - 1)
+        next_left = _scales(left_scale_ptr, ahead, row, A, ROWS, LEFT_TILES)
+        next_right = _scales(right_scale_ptr, ahead, column, C, COLUMNS, RIGHT_TILES)
         product = tl.dot(left, right.T)
-        if LEFT_TILES:
-            left_scale = tl.load(left_scale_ptr + block * (A // 128) + row // 128)
-        else:
-            left_scale = tl.load(left_scale_ptr + block * A + rows)[:, None]
-        if RIGHT_TILES:
-            right_scale = tl.load(right_scale_ptr + block * (C // 128) + column // 128)
-        else:
-            right_scale = tl.load(right_scale_ptr + block * C + columns)[None, :]
-        total += product * (left_scale * right_scale)
+        of_rows = left_scale if LEFT_TILES else left_scale[:, None]
+        of_columns = right_scale if RIGHT_TILES else right_scale[None, :]
+        total += product * (of_rows * of_columns)
+        left_scale, right_scale = next_left, next_right
     return total
 
 

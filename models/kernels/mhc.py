@@ -38,14 +38,17 @@ from torch import Tensor
 
 from ppruntime.models.kernels import mhc_kernels as kernels
 from ppruntime.models.kernels.rounding import INTERPRETED
+from ppruntime.models.kernels.token_shares import SHARES, tokens_per_program
 from ppruntime.models.linear import WeightGradQueue, now_or_later
 from ppruntime.models.mhc import Coefficients, HyperConnection
 from ppruntime.models.norm import RMSNorm
 
-_CHANNELS = 64
-"""Channels of a step where streams are projected."""
-_BACK_CHANNELS = 128
-"""Channels of a step where the projection's gradient meets streams or weights."""
+_PROJECT = (64, 64, 4, 3)
+"""Tokens and channels of a step where streams are projected, warps, steps in flight."""
+_BACK = (64, 64, 8, 2)
+"""The same where the projection's gradient meets the weights."""
+_WEIGHT_GRAD = (64, 128, 4, 4)
+"""The same where it meets the streams."""
 _ROW_BLOCK = 1024
 """Channels that one program works on at a time where streams are only weighed."""
 _SHARE = 1280
@@ -53,8 +56,10 @@ _SHARE = 1280
 a GPU's memory lanes idle."""
 _TOKEN_SHARE = 2048
 """Tokens whose part of the projection's weight gradient one program sums."""
-_NORM_TOKENS = 16
-"""Tokens whose part of the norm's gain gradient is added up in registers."""
+_COEFFICIENT_TOKENS = 32
+"""Tokens whose coefficients one program makes, and their gradients."""
+_STAGES = 3
+"""Tokens that a program which goes through many has under way."""
 
 
 def read(
@@ -122,12 +127,12 @@ class _Read(torch.autograd.Function):
             torch.zeros_like(t) if g is None and t is not None else g
             for g, t in zip((dx, dhandle, None, dpost, dcomb), like, strict=True)
         )
-        dstreams, dmix, dprojected, dbase, dscale, dgain = _read_backward(
+        dstreams, dmix, operand, dbase, dscale, dgain = _read_backward(
             dx, dhandle, dpre, dpost, dcomb, streams, mix, weight, base, scale, gain, z,
             projected, inverse, comb, *ctx.constants, ctx.is_own, ctx.needs_input_grad[1],
         )  # fmt: skip
         held = streams.detach()
-        dweight = now_or_later(ctx.queue, ctx.parameter, lambda: _weight_grad(dprojected, held))
+        dweight = now_or_later(ctx.queue, ctx.parameter, lambda: _weight_grad(operand, held))
         return (
             dstreams,
             dmix if ctx.needs_input_grad[1] else None,
@@ -143,16 +148,14 @@ class _Read(torch.autograd.Function):
 class _Write(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        ctx.save_for_backward(handle, y, post)
+        ctx.save_for_backward(handle, y, post, comb)
         out: Tensor = _write(handle, y, post, comb)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        handle, y, post = ctx.saved_tensors
-        dout = dout.contiguous()
-        # As it came: `read`'s backward, which has comb, mixes it.
-        return dout, *_write_backward(dout, handle, y, post)
+        grads: tuple[Tensor, Tensor, Tensor, Tensor] = _write_backward(dout, *ctx.saved_tensors)
+        return grads
 
 
 # The ops
@@ -176,20 +179,21 @@ def _read(
     x, z, projected, inverse, pre, post, comb = outputs
     num_tokens, num_streams, width = streams.shape
     if num_tokens:
-        tokens, shares = _token_block(), -(-width // _SHARE)
-        blocks, num_coefficients = -(-num_tokens // tokens), weight.shape[0]
+        shares, num_coefficients = -(-width // _SHARE), weight.shape[0]
+        tokens, channels, num_warps, num_stages = _steps(_PROJECT)
         streams = streams.contiguous()
-        partial = projected.new_empty(shares, num_tokens, num_coefficients)
+        partial = projected.new_empty(shares, num_tokens, 3 * num_coefficients)
         squares = projected.new_empty(shares, num_tokens)
-        kernels.project_kernel[(blocks, shares)](
-            streams, None if mix is None else mix.contiguous(), weight, z, partial, squares,
-            num_tokens, num_streams, width, num_coefficients, _padded(num_coefficients), tokens,
-            _CHANNELS, _SHARE, num_warps=4, num_stages=2,
+        kernels.project_kernel[(-(-num_tokens // tokens), shares)](
+            streams, None if mix is None else mix.contiguous(), _parts(weight, streams), z,
+            partial, squares, num_tokens, num_streams, width, 3 * num_coefficients,
+            *_low_and_high(3 * num_coefficients), tokens, channels, _SHARE,
+            num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
-        kernels.coefficients_kernel[(blocks,)](
+        kernels.coefficients_kernel[(-(-num_tokens // _COEFFICIENT_TOKENS),)](
             partial, squares, base, scale, projected, inverse, pre, post, comb,
             num_tokens, norm_eps, mhc_eps, num_streams, width, num_coefficients,
-            _padded(num_coefficients), num_iters, tokens, shares, num_warps=4,
+            _power_of_two(num_coefficients), num_iters, _COEFFICIENT_TOKENS, shares, num_warps=4,
         )  # fmt: skip
         kernels.norm_kernel[(num_tokens,)](
             streams, pre if mix is None else None, z, gain, x, inverse, norm_eps,
@@ -255,49 +259,54 @@ def _read_backward(
     is_own: bool,
     wants_mix: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of streams, mix (if `wants_mix`; [N, S] of nothing otherwise), projection, base,
-    scale and gain. `is_own`: the mix was this connection's pre."""
+    """Gradients of streams, mix (if `wants_mix`; [N, S] of nothing otherwise), projection (as the
+    sum of two parts in the streams' dtype, [N, 2 C]), base, scale and gain. `is_own`: the mix was
+    this connection's pre."""
     num_tokens, num_streams, width = streams.shape
     num_coefficients = weight.shape[0]
     dstreams = torch.empty_like(streams, memory_format=torch.contiguous_format)
     dmix, draw = torch.empty_like(mix), torch.empty_like(projected)
+    operand = streams.new_empty(num_tokens, 2 * num_coefficients)
     if num_tokens == 0:
         dbase, dscale, dgain = (torch.zeros_like(t) for t in (base, scale, gain))
-        return dstreams, dmix, torch.empty_like(projected), dbase, dscale, dgain
+        return dstreams, dmix, operand, dbase, dscale, dgain
     streams, mix, dhandle = streams.contiguous(), mix.contiguous(), dhandle.contiguous()
-    num_programs = -(-num_tokens // _NORM_TOKENS)
+    tokens = tokens_per_program(num_tokens, 2 * SHARES)
+    num_programs = -(-num_tokens // tokens)
     dz = torch.empty_like(z)
     dgains = z.new_empty(num_programs, width, dtype=torch.float32)
     kernels.norm_backward_kernel[(num_programs,)](
-        dx.contiguous(), z, inverse, gain, dz, dgains, num_tokens,
-        width, _power_of_two(width), _NORM_TOKENS, num_warps=8,
+        dx.contiguous(), z, inverse, gain, dz, dgains, num_tokens, tokens,
+        width, _power_of_two(width), _STAGES, num_warps=8,
     )  # fmt: skip
     if is_own:
         kernels.mix_backward_kernel[(num_tokens,)](
             dz, streams, dmix, num_streams, width, _row_block(width), num_warps=4
         )
         dpre = dmix if dpre is None else dpre + dmix
-    dprojected = torch.empty_like(projected)
     through_rms = inverse.new_empty(num_tokens)
     totals = projected.new_empty(2 * num_iters - 1, num_tokens, num_streams)
-    kernels.coefficients_backward_kernel[(-(-num_tokens // 32),)](
+    kernels.coefficients_backward_kernel[(-(-num_tokens // _COEFFICIENT_TOKENS),)](
         projected, inverse, base, scale, None if dpre is None else dpre.contiguous(),
-        dpost.contiguous(), dcomb.contiguous(), totals, draw, dprojected, through_rms,
-        num_tokens, mhc_eps, num_streams, width, num_coefficients, num_iters, 32, num_warps=4,
+        dpost.contiguous(), dcomb.contiguous(), totals, draw, operand, through_rms,
+        num_tokens, mhc_eps, num_streams, width, num_coefficients, num_iters, _COEFFICIENT_TOKENS,
+        num_warps=4,
     )  # fmt: skip
-    tokens, shares = 16, -(-width // _SHARE)
+    tokens, channels, num_warps, num_stages = _steps(_BACK)
+    shares = -(-width // _SHARE)
     dmixes = mix.new_empty(shares, *mix.shape) if wants_mix and not is_own else None
-    kernels.read_backward_kernel[(-(-num_tokens // tokens), shares)](
-        dhandle, dz, streams, mix, comb, dprojected, through_rms, weight, dstreams, dmixes,
-        num_tokens, num_streams, width, num_coefficients, _padded(num_coefficients), tokens,
-        _BACK_CHANNELS, _SHARE, num_warps=4, num_stages=2,
+    kernels.read_backward_kernel[(-(-num_tokens // tokens), num_streams, shares)](
+        dhandle, dz, streams, mix, operand, through_rms, _parts(weight, streams), dstreams, dmixes,
+        num_tokens, num_streams, width, num_coefficients,
+        *_low_and_high(3 * num_coefficients), tokens, channels, _SHARE,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if dmixes is not None:
         dmix = dmixes.sum(0)
     sizes = [num_streams, num_streams, num_streams**2]
     of_scale = torch.split((draw * projected * inverse[:, :1]).sum(0), sizes)
     dscale = torch.stack([part.sum() for part in of_scale])
-    return dstreams, dmix, dprojected, draw.sum(0), dscale, dgains.sum(0).to(gain.dtype)
+    return dstreams, dmix, operand, draw.sum(0), dscale, dgains.sum(0).to(gain.dtype)
 
 
 @_read_backward.register_fake
@@ -323,31 +332,37 @@ def _(
     is_own: bool,
     wants_mix: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    like = (streams, mix, projected, base, scale, gain)
-    dstreams, *others = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in like)
-    return dstreams, others[0], others[1], others[2], others[3], others[4]
+    like = (streams, mix, base, scale, gain)
+    dstreams, dmix, dbase, dscale, dgain = (
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in like
+    )
+    operand = streams.new_empty(streams.shape[0], 2 * weight.shape[0])
+    return dstreams, dmix, operand, dbase, dscale, dgain
 
 
 @torch.library.custom_op("ppruntime::mhc_weight_grad", mutates_args=())
-def _weight_grad(dprojected: Tensor, streams: Tensor) -> Tensor:
-    """[C, S D] fp32: the gradient of the projection's weight, tokens summed in order."""
+def _weight_grad(operand: Tensor, streams: Tensor) -> Tensor:
+    """[C, S D] fp32: the gradient of the projection's weight, tokens summed in order. `operand`
+    [N, 2 C]: the projection's gradient in two parts."""
     num_tokens, num_streams, width = streams.shape
-    num_coefficients, num_channels = dprojected.shape[1], num_streams * width
+    num_rows, num_channels = operand.shape[1], num_streams * width
     if not num_tokens:
-        return dprojected.new_zeros(num_coefficients, num_channels)
-    tokens, shares = 16 if INTERPRETED.value else 64, -(-num_tokens // _TOKEN_SHARE)
-    parts = dprojected.new_empty(shares, num_coefficients, num_channels)
-    kernels.weight_grad_kernel[(-(-num_channels // _BACK_CHANNELS), shares)](
-        dprojected, streams.contiguous(), parts, num_tokens, num_channels,
-        num_coefficients, _padded(num_coefficients), tokens, _BACK_CHANNELS, _TOKEN_SHARE,
-        num_warps=4, num_stages=3,
+        return operand.new_zeros(num_rows // 2, num_channels, dtype=torch.float32)
+    tokens, channels, num_warps, num_stages = _steps(_WEIGHT_GRAD)
+    shares = -(-num_tokens // _TOKEN_SHARE)
+    parts = operand.new_empty(shares, 2, num_rows // 2, num_channels, dtype=torch.float32)
+    kernels.weight_grad_kernel[(-(-num_channels // channels), shares)](
+        operand, streams.contiguous(), parts, num_tokens, num_channels, num_rows,
+        max(16, _power_of_two(num_rows)), tokens, channels, _TOKEN_SHARE,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
-    return parts.sum(0)
+    return parts.sum((0, 1))
 
 
 @_weight_grad.register_fake
-def _(dprojected: Tensor, streams: Tensor) -> Tensor:
-    return dprojected.new_empty(dprojected.shape[1], streams.shape[1] * streams.shape[2])
+def _(operand: Tensor, streams: Tensor) -> Tensor:
+    shape = operand.shape[1] // 2, streams.shape[1] * streams.shape[2]
+    return operand.new_empty(shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("ppruntime::mhc_write", mutates_args=())
@@ -371,43 +386,61 @@ def _(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 @torch.library.custom_op("ppruntime::mhc_write_backward", mutates_args=())
 def _write_backward(
-    dout: Tensor, streams: Tensor, y: Tensor, post: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of y, post and comb."""
+    dout: Tensor, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the streams, y, post and comb."""
     num_tokens, num_streams, width = streams.shape
-    dy = torch.empty_like(y, memory_format=torch.contiguous_format)
-    dpost = post.new_empty(num_tokens, num_streams)
-    dcomb = post.new_empty(num_tokens, num_streams, num_streams)
+    grads = _write_gradients(streams, y, post)
     if num_tokens:
         kernels.write_backward_kernel[(num_tokens,)](
             dout.contiguous(), streams.contiguous(), y.contiguous(), post.contiguous(),
-            dy, dpost, dcomb, num_streams, width, _row_block(width), num_warps=4,
+            comb.contiguous(), *grads, num_streams, width, _row_block(width), num_warps=4,
         )  # fmt: skip
-    return dy, dpost, dcomb
+    return grads
 
 
 @_write_backward.register_fake
-def _(dout: Tensor, streams: Tensor, y: Tensor, post: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    dout: Tensor, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _write_gradients(streams, y, post)
+
+
+def _write_gradients(
+    streams: Tensor, y: Tensor, post: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_tokens, num_streams, _ = streams.shape
     return (
+        torch.empty_like(streams, memory_format=torch.contiguous_format),
         torch.empty_like(y, memory_format=torch.contiguous_format),
         post.new_empty(num_tokens, num_streams),
         post.new_empty(num_tokens, num_streams, num_streams),
     )
 
 
-def _token_block() -> int:
-    """Tokens of a program that projects: 64 fill Hopper's tensor cores."""
-    return 16 if INTERPRETED.value else 64
+def _parts(weight: Tensor, streams: Tensor) -> Tensor:
+    """[3 C, S D]: the weight's large, middle and small parts, in the streams' dtype."""
+    parts = streams.new_empty(3 * weight.shape[0], weight.shape[1])
+    block = min(_ROW_BLOCK, _power_of_two(weight.numel()))
+    kernels.split_kernel[(-(-weight.numel() // block),)](
+        weight.contiguous(), parts, weight.numel(), block, num_warps=4
+    )
+    return parts
+
+
+def _steps(of: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Small in the interpreter, where nothing is gained by large ones."""
+    return (16, min(64, of[1]), 1, 1) if INTERPRETED.value else of
+
+
+def _low_and_high(num_rows: int) -> tuple[int, int]:
+    """Two powers of two, 16 at least, that hold the rows: a product in two instructions."""
+    low = max(16, _power_of_two(num_rows + 1) // 2)
+    return low, max(16, _power_of_two(max(1, num_rows - low)))
 
 
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
-
-
-def _padded(num_coefficients: int) -> int:
-    """Columns of the projection's tile: a product has 16 at least."""
-    return max(16, _power_of_two(num_coefficients))
 
 
 def _row_block(width: int) -> int:

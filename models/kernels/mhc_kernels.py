@@ -4,7 +4,8 @@ Two shapes of work: blocks of tokens times blocks of channels where streams meet
 weights on the tensor cores, and one token a program where each stream is only weighed and summed.
 
 fp32 weights against bf16 streams: a weight is the sum of three bf16 numbers, a gradient of two, and
-every product of two bf16 numbers is exact in fp32.
+every product of two bf16 numbers is exact in fp32. The parts lie side by side as further rows of one
+operand, so that a product is one instruction's, whole or nearly: 3 C = 72 rows are 64 and 16.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, assignment"
@@ -17,7 +18,7 @@ import triton.language as tl
 
 from ppruntime.models.kernels.rounding import INTERPRETED, to_bf16
 
-SIZES = ("num_tokens",)
+SIZES = ("num_tokens", "tokens")
 """Arguments for whose values nothing is compiled anew."""
 
 
@@ -28,28 +29,18 @@ def _cast(x, like_ptr):
 
 
 @triton.jit
-def _part(x):
-    """The bf16 number next to x. The interpreter takes bf16 products for integers': wide there."""
-    y = to_bf16(x)
-    return y.to(tl.float32) if INTERPRETED else y
+def _operand(x):
+    """What a product takes. The interpreter takes bf16 products for integers': wide there."""
+    return x.to(tl.float32) if INTERPRETED else x
 
 
 @triton.jit
-def _times_fp32(x, weight_CK, acc):
-    """acc + x [M, K] weight^T, exact but for fp32 sums; x is bf16 or fp32."""
-    if x.dtype == tl.bfloat16:
-        first = _part(weight_CK)
-        rest = weight_CK - first.to(tl.float32)
-        second = _part(rest)
-        third = _part(rest - second.to(tl.float32))
-        if INTERPRETED:
-            x = x.to(tl.float32)
-        acc = tl.dot(x, tl.trans(third), acc, input_precision="ieee")
-        acc = tl.dot(x, tl.trans(second), acc, input_precision="ieee")
-        acc = tl.dot(x, tl.trans(first), acc, input_precision="ieee")
-    else:
-        acc = tl.dot(x, tl.trans(weight_CK), acc, input_precision="ieee")
-    return acc
+def _store_split(ptr, x, distance, mask, COUNT: tl.constexpr):
+    """x as the sum of COUNT numbers of the pointer's type, `distance` apart, largest first."""
+    for n in tl.static_range(COUNT):
+        part = _cast(x, ptr)
+        tl.store(ptr + n * distance, part, mask=mask)
+        x -= part.to(tl.float32)
 
 
 @triton.jit
@@ -101,48 +92,64 @@ def _coefficients(
     tl.store(comb_ptr + token * (S * S) + place, matrix, mask=inside)
 
 
+@triton.jit
+def split_kernel(weight_ptr, parts_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A weight as three numbers of the streams' type, of which it is the sum: [3, SIZE]."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < SIZE
+    _store_split(parts_ptr + places, tl.load(weight_ptr + places, mask=mask), SIZE, mask, 3)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def project_kernel(
-    streams_ptr, mix_ptr, weight_ptr, z_ptr, partial_ptr, squares_ptr, num_tokens,
-    S: tl.constexpr, D: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
+    streams_ptr, mix_ptr, parts_ptr, z_ptr, partial_ptr, squares_ptr, num_tokens,
+    S: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens, SHARE channels of each stream: their part of the projection and of the sum of
-    squares, and with a mix their collapse."""
+    """Some tokens, SHARE channels of each stream: their part of the products with the ROWS parts of
+    the weights and of the sum of squares, and with a mix their collapse."""
     tokens = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     inside = tokens < num_tokens
-    coefficients = tl.arange(0, C_PADDED)
-    acc = tl.zeros([BT, C_PADDED], tl.float32)
+    low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)
+    acc_low = tl.zeros([BT, LOW], tl.float32)
+    acc_high = tl.zeros([BT, HIGH], tl.float32)
     squares = tl.zeros([BT, BK], tl.float32)
+    z = tl.zeros([BT, BK], tl.float32)
     first = tl.program_id(1) * SHARE
-    for start in range(0, SHARE, BK):
-        channels = first + start + tl.arange(0, BK)
+    # One loop over channels and streams: every step loads a tile of each operand ahead.
+    for step in range(SHARE // BK * S):
+        i = step % S
+        channels = first + step // S * BK + tl.arange(0, BK)
         in_row = channels < D
         mask = inside[:, None] & in_row[None, :]
-        z = tl.zeros([BT, BK], tl.float32)
-        for i in tl.static_range(S):
-            x = tl.load(
-                streams_ptr + tokens[:, None] * (S * D) + i * D + channels[None, :],
-                mask=mask, other=0.0,
-            )  # fmt: skip
-            weight = tl.load(
-                weight_ptr + coefficients[:, None] * (S * D) + i * D + channels[None, :],
-                mask=(coefficients < C)[:, None] & in_row[None, :], other=0.0,
-            )  # fmt: skip
-            acc = _times_fp32(x, weight, acc)
-            wide = x.to(tl.float32)
-            squares += wide * wide
-            if mix_ptr is not None:
-                mix = tl.load(mix_ptr + tokens * S + i, mask=inside, other=0.0)
-                z += mix[:, None] * wide
+        x = tl.load(
+            streams_ptr + tokens[:, None] * (S * D) + i * D + channels[None, :],
+            mask=mask, other=0.0,
+        )  # fmt: skip
+        weights = parts_ptr + i * D + channels[:, None]
+        weight = tl.load(
+            weights + low[None, :] * (S * D),
+            mask=in_row[:, None] & (low < ROWS)[None, :], other=0.0,
+        )  # fmt: skip
+        acc_low = tl.dot(_operand(x), _operand(weight), acc_low, input_precision="ieee")
+        weight = tl.load(
+            weights + high[None, :] * (S * D),
+            mask=in_row[:, None] & (high < ROWS)[None, :], other=0.0,
+        )  # fmt: skip
+        acc_high = tl.dot(_operand(x), _operand(weight), acc_high, input_precision="ieee")
+        wide = x.to(tl.float32)
+        squares += wide * wide
         if mix_ptr is not None:
-            tl.store(z_ptr + tokens[:, None] * D + channels[None, :], _cast(z, z_ptr), mask=mask)
+            mix = tl.load(mix_ptr + tokens * S + i, mask=inside, other=0.0)
+            z = mix[:, None] * wide + tl.where(i == 0, 0.0, z)
+            if i == S - 1:
+                places = tokens[:, None] * D + channels[None, :]
+                tl.store(z_ptr + places, _cast(z, z_ptr), mask=mask)
     part = tl.program_id(1) * num_tokens.to(tl.int64) + tokens
     tl.store(squares_ptr + part, tl.sum(squares, 1), mask=inside)
-    tl.store(
-        partial_ptr + part[:, None] * C + coefficients[None, :], acc,
-        mask=inside[:, None] & (coefficients < C)[None, :],
-    )  # fmt: skip
+    rows = partial_ptr + part[:, None] * ROWS
+    tl.store(rows + low[None, :], acc_low, mask=inside[:, None] & (low < ROWS)[None, :])
+    tl.store(rows + high[None, :], acc_high, mask=inside[:, None] & (high < ROWS)[None, :])
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -161,9 +168,10 @@ def coefficients_kernel(
     squares = tl.zeros([BT], tl.float32)
     for share in range(SHARES):
         part = share * num_tokens.to(tl.int64) + tokens
-        acc += tl.load(
-            partial_ptr + part[:, None] * C + coefficients[None, :], mask=mask, other=0.0
-        )
+        # Of the weight's three parts, the smallest product first.
+        for n in tl.static_range(3):
+            place = part[:, None] * (3 * C) + (2 - n) * C + coefficients[None, :]
+            acc += tl.load(partial_ptr + place, mask=mask, other=0.0)
         squares += tl.load(squares_ptr + part, mask=inside, other=0.0)
     inverse = tl.rsqrt(squares / (S * D) + norm_eps)
     tl.store(inverse_ptr + 2 * tokens, inverse, mask=inside)
@@ -204,9 +212,10 @@ def norm_kernel(
 @triton.jit
 def _tiles(ptr, offsets, mask, D: tl.constexpr, S: tl.constexpr):
     """The same channels of every stream, as a tuple."""
+    ptrs = ptr + offsets  # what is added to it is part of the instruction, not of more pointers
     tiles = ()
     for i in tl.static_range(S):
-        tiles = tiles + (tl.load(ptr + i * D + offsets, mask=mask, other=0.0).to(tl.float32),)
+        tiles = tiles + (tl.load(ptrs + i * D, mask=mask, other=0.0),)
     return tiles
 
 
@@ -223,16 +232,18 @@ def write_kernel(
     for j in tl.static_range(S):
         written = tl.load(post_ptr + token * S + j) * y
         for i in tl.static_range(S):
-            written += tl.load(comb_ptr + token * (S * S) + i * S + j) * streams[i]
+            comb = tl.load(comb_ptr + token * (S * S) + i * S + j)
+            written += comb * streams[i].to(tl.float32)
         tl.store(out_ptr + token * (S * D) + j * D + channels, _cast(written, out_ptr), mask=mask)
 
 
 @triton.jit
 def write_backward_kernel(
-    dout_ptr, streams_ptr, y_ptr, post_ptr, dy_ptr, dpost_ptr, dcomb_ptr,
+    dout_ptr, streams_ptr, y_ptr, post_ptr, comb_ptr, dstreams_ptr, dy_ptr, dpost_ptr, dcomb_ptr,
     S: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token: the gradient of y, and all products of a stream with a stream's gradient."""
+    """One token: the gradients of the streams and of y, and all products of a stream with a
+    stream's gradient."""
     token = tl.program_id(0).to(tl.int64)
     # Eight neighbours a thread, whose products it adds up by itself.
     ROWS: tl.constexpr = BLOCK // 8
@@ -246,47 +257,50 @@ def write_backward_kernel(
         channels = block * BLOCK + in_block
         mask = channels < D
         y = tl.load(y_ptr + token * D + channels, mask=mask, other=0.0).to(tl.float32)
-        streams = _tiles(streams_ptr + token * (S * D), channels, mask, D, S)
+        douts = _tiles(dout_ptr + token * (S * D), channels, mask, D, S)
         dy = tl.zeros([ROWS, 8], tl.float32)
+        for j in tl.static_range(S):
+            dy += tl.load(post_ptr + token * S + j) * douts[j].to(tl.float32)
+        tl.store(dy_ptr + token * D + channels, _cast(dy, dy_ptr), mask=mask)
         new_dpost, new_dcomb = (), ()
         for j in tl.static_range(S):
-            dout = tl.load(dout_ptr + token * (S * D) + j * D + channels, mask=mask, other=0.0).to(
-                tl.float32
-            )
-            dy += tl.load(post_ptr + token * S + j) * dout
-            new_dpost = new_dpost + (dpost[j] + tl.sum(dout * y, 1),)
-            for i in tl.static_range(S):
-                new_dcomb = new_dcomb + (dcomb[j * S + i] + tl.sum(dout * streams[i], 1),)
-        dpost, dcomb = new_dpost, new_dcomb
-        tl.store(dy_ptr + token * D + channels, _cast(dy, dy_ptr), mask=mask)
-    for j in tl.static_range(S):
-        tl.store(dpost_ptr + token * S + j, tl.sum(dpost[j], 0))
+            new_dpost = new_dpost + (dpost[j] + tl.sum(douts[j].to(tl.float32) * y, 1),)
         for i in tl.static_range(S):
-            tl.store(dcomb_ptr + token * (S * S) + i * S + j, tl.sum(dcomb[j * S + i], 0))
+            at = token * (S * D) + i * D + channels
+            stream = tl.load(streams_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            dstream = tl.zeros([ROWS, 8], tl.float32)
+            for j in tl.static_range(S):
+                dout = douts[j].to(tl.float32)
+                dstream += tl.load(comb_ptr + token * (S * S) + i * S + j) * dout
+                new_dcomb = new_dcomb + (dcomb[i * S + j] + tl.sum(dout * stream, 1),)
+            tl.store(dstreams_ptr + at, _cast(dstream, dstreams_ptr), mask=mask)
+        dpost, dcomb = new_dpost, new_dcomb
+    for i in tl.static_range(S):
+        tl.store(dpost_ptr + token * S + i, tl.sum(dpost[i], 0))
+        for j in tl.static_range(S):
+            tl.store(dcomb_ptr + token * (S * S) + i * S + j, tl.sum(dcomb[i * S + j], 0))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def norm_backward_kernel(
-    dx_ptr, z_ptr, inverse_ptr, norm_ptr, dz_ptr, dnorm_ptr, num_tokens,
-    D: tl.constexpr, D_PADDED: tl.constexpr, TOKENS: tl.constexpr,
+    dx_ptr, z_ptr, inverse_ptr, norm_ptr, dz_ptr, dnorm_ptr, num_tokens, tokens,
+    D: tl.constexpr, D_PADDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Some tokens, one by one: the gradient before the norm, and their part of its gain's."""
     channels = tl.arange(0, D_PADDED)
     mask = channels < D
     gain = tl.load(norm_ptr + channels, mask=mask, other=0.0).to(tl.float32)
     dgain = tl.zeros([D_PADDED], tl.float32)
-    first = tl.program_id(0).to(tl.int64) * TOKENS
-    for step in range(TOKENS):
-        token = first + step
-        inside = mask & (token < num_tokens)
-        inverse = tl.load(inverse_ptr + 2 * token + 1, mask=token < num_tokens, other=0.0)
-        dx = tl.load(dx_ptr + token * D + channels, mask=inside, other=0.0).to(tl.float32)
-        z = tl.load(z_ptr + token * D + channels, mask=inside, other=0.0).to(tl.float32)
+    first = tl.program_id(0).to(tl.int64) * tokens
+    for token in tl.range(first, min(first + tokens, num_tokens), num_stages=STAGES):
+        inverse = tl.load(inverse_ptr + 2 * token + 1)
+        dx = tl.load(dx_ptr + token * D + channels, mask=mask, other=0.0).to(tl.float32)
+        z = tl.load(z_ptr + token * D + channels, mask=mask, other=0.0).to(tl.float32)
         normed = z * inverse
         dgain += dx * normed
         weighted = dx * gain
         dz = inverse * (weighted - normed * (tl.sum(weighted * normed, 0) / D))
-        tl.store(dz_ptr + token * D + channels, _cast(dz, dz_ptr), mask=inside)
+        tl.store(dz_ptr + token * D + channels, _cast(dz, dz_ptr), mask=mask)
     tl.store(dnorm_ptr + tl.program_id(0).to(tl.int64) * D + channels, dgain, mask=mask)
 
 
@@ -312,11 +326,11 @@ def mix_backward_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def coefficients_backward_kernel(
     projected_ptr, inverse_ptr, base_ptr, scale_ptr, dpre_ptr, dpost_ptr, dcomb_ptr,
-    totals_ptr, draw_ptr, dprojected_ptr, through_rms_ptr, num_tokens, mhc_eps,
+    totals_ptr, draw_ptr, operand_ptr, through_rms_ptr, num_tokens, mhc_eps,
     S: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ITERS: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """From gradients of the coefficients to those of base (`draw`), of the projection, and the
-    factor with which a stream takes part in its own rms.
+    """From gradients of the coefficients to those of base (`draw`), of the projection as an operand
+    of products (two parts, [N, 2 C]), and the factor with which a stream takes part in its own rms.
 
     A Sinkhorn step y = x / s is undone as x = y s: only the sums s are kept, in `totals`.
     """
@@ -334,7 +348,8 @@ def coefficients_backward_kernel(
         draw = tl.load(dpre_ptr + token * S + place, mask=inside, other=0.0)
         draw = draw * sigmoid * (1.0 - sigmoid)
     tl.store(draw_ptr + token * C + place, draw, mask=inside)
-    tl.store(dprojected_ptr + token * C + place, draw * scale * inverse, mask=inside)
+    operands = operand_ptr + token * (2 * C) + place
+    _store_split(operands, draw * scale * inverse, C, inside, 2)
     dinverse = tl.sum(draw * scale * normed, 1)
 
     scale = tl.load(scale_ptr + 1)
@@ -345,7 +360,8 @@ def coefficients_backward_kernel(
     draw = tl.load(dpost_ptr + token * S + place, mask=inside, other=0.0)
     draw = draw * 2.0 * sigmoid * (1.0 - sigmoid)
     tl.store(draw_ptr + token * C + S + place, draw, mask=inside)
-    tl.store(dprojected_ptr + token * C + S + place, draw * scale * inverse, mask=inside)
+    operands = operand_ptr + token * (2 * C) + S + place
+    _store_split(operands, draw * scale * inverse, C, inside, 2)
     dinverse += tl.sum(draw * scale * normed, 1)
 
     token, inside = tokens[:, None, None], (tokens < num_tokens)[:, None, None]
@@ -384,7 +400,8 @@ def coefficients_backward_kernel(
     grad = (grad - tl.sum(grad * matrix, 1, keep_dims=True)) / total
     draw = shares * (grad - tl.sum(grad * shares, 2, keep_dims=True))
     tl.store(draw_ptr + token * C + 2 * S + place, draw, mask=inside)
-    tl.store(dprojected_ptr + token * C + 2 * S + place, draw * scale * inverse, mask=inside)
+    operands = operand_ptr + token * (2 * C) + 2 * S + place
+    _store_split(operands, draw * scale * inverse, C, inside, 2)
     dinverse += tl.sum(tl.sum(draw * scale * normed, 2), 1)
 
     # normed = projected r: the sum above is r times the gradient of r = (mean + eps)^-1/2.
@@ -393,99 +410,93 @@ def coefficients_backward_kernel(
     tl.store(through_rms_ptr + tokens, -dinverse * inverse * inverse / (S * D), mask=in_range)
 
 
+@triton.jit
+def _left(operand_ptr, tokens, inside, rows, C: tl.constexpr):
+    """The projection's gradient as left operand: C columns its small part, 2 C its large one."""
+    column = tl.where(rows < C, rows + C, tl.where(rows < 2 * C, rows - C, rows - 2 * C))
+    return tl.load(
+        operand_ptr + tokens[:, None] * (2 * C) + column[None, :],
+        mask=inside[:, None] & (rows < 3 * C)[None, :], other=0.0,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=SIZES)
 def read_backward_kernel(
-    dhandle_ptr, dz_ptr, streams_ptr, mix_ptr, comb_ptr, dprojected_ptr, through_rms_ptr,
-    weight_ptr, dstreams_ptr, dmix_ptr, num_tokens,
-    S: tl.constexpr, D: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
+    dhandle_ptr, dz_ptr, streams_ptr, mix_ptr, operand_ptr, through_rms_ptr,
+    parts_ptr, dstreams_ptr, dmix_ptr, num_tokens,
+    S: tl.constexpr, D: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens, SHARE channels of each stream: the gradient of the streams, all four ways into
-    one sum; and their part of the mix's, where wanted."""
+    """Some tokens, SHARE channels of one stream: its gradient, all four ways into one sum; and
+    their part of the mix's, where wanted."""
     tokens = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
+    stream = tl.program_id(1)
     inside = tokens < num_tokens
-    coefficients = tl.arange(0, C_PADDED)
-    dprojected = tl.load(
-        dprojected_ptr + tokens[:, None] * C + coefficients[None, :],
-        mask=inside[:, None] & (coefficients < C)[None, :], other=0.0,
-    )  # fmt: skip
-    first = _part(dprojected)
-    second = _part(dprojected - first.to(tl.float32))
+    low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)
+    # gradient = large + small, weight = heavy + light: the product is small heavy + large light +
+    # large heavy, one sum over 3 C rows.
+    left_low = _operand(_left(operand_ptr, tokens, inside, low, C))
+    left_high = _operand(_left(operand_ptr, tokens, inside, high, C))
+    weight_low = tl.where(low < 2 * C, low, low - 2 * C)[:, None] * (S * D)
+    weight_high = tl.where(high < 2 * C, high, high - 2 * C)[:, None] * (S * D)
     through_rms = tl.load(through_rms_ptr + tokens, mask=inside, other=0.0)[:, None]
-    dmix = tl.zeros([BT, S], tl.float32)
-    first_channel = tl.program_id(1) * SHARE
+    mix = tl.load(mix_ptr + tokens * S + stream, mask=inside, other=0.0)[:, None]
+    dmix = tl.zeros([BT, BK], tl.float32)
+    first_channel = tl.program_id(2) * SHARE
     for start in range(0, SHARE, BK):
         channels = first_channel + start + tl.arange(0, BK)
         in_row = channels < D
         mask = inside[:, None] & in_row[None, :]
-        dz = tl.load(dz_ptr + tokens[:, None] * D + channels[None, :], mask=mask, other=0.0).to(
-            tl.float32
+        offsets = tokens[:, None] * (S * D) + stream * D + channels[None, :]
+        dhandle = tl.load(dhandle_ptr + offsets, mask=mask, other=0.0)
+        x = tl.load(streams_ptr + offsets, mask=mask, other=0.0)
+        dz = tl.load(dz_ptr + tokens[:, None] * D + channels[None, :], mask=mask, other=0.0)
+        weights = parts_ptr + stream * D + channels[None, :]
+        weight = tl.load(
+            weights + weight_low, mask=(low < 3 * C)[:, None] & in_row[None, :], other=0.0
         )
-        offsets = tokens[:, None] * (S * D) + channels[None, :]
-        dhandle = _tiles(dhandle_ptr, offsets, mask, D, S)
-        for i in tl.static_range(S):
-            x = tl.load(streams_ptr + i * D + offsets, mask=mask, other=0.0).to(tl.float32)
-            weight = tl.load(
-                weight_ptr + coefficients[:, None] * (S * D) + i * D + channels[None, :],
-                mask=(coefficients < C)[:, None] & in_row[None, :], other=0.0,
-            )  # fmt: skip
-            if dstreams_ptr.dtype.element_ty == tl.bfloat16:
-                heavy = _part(weight)
-                light = _part(weight - heavy.to(tl.float32))
-                dx = tl.dot(second, heavy, through_rms * x, input_precision="ieee")
-                dx = tl.dot(first, light, dx, input_precision="ieee")
-                dx = tl.dot(first, heavy, dx, input_precision="ieee")
-            else:
-                dx = tl.dot(dprojected, weight, through_rms * x, input_precision="ieee")
-            mix = tl.load(mix_ptr + tokens * S + i, mask=inside, other=0.0)
-            dx += mix[:, None] * dz
-            for j in tl.static_range(S):
-                comb = tl.load(comb_ptr + tokens * (S * S) + i * S + j, mask=inside, other=0.0)
-                dx += comb[:, None] * dhandle[j]
-            tl.store(dstreams_ptr + i * D + offsets, _cast(dx, dstreams_ptr), mask=mask)
-            if dmix_ptr is not None:
-                of_stream = (tl.arange(0, S) == i)[None, :]
-                dmix += tl.where(of_stream, tl.sum(dz * x, 1)[:, None], 0.0)
+        product = tl.dot(left_low, _operand(weight), input_precision="ieee")
+        weight = tl.load(
+            weights + weight_high, mask=(high < 3 * C)[:, None] & in_row[None, :], other=0.0
+        )
+        product = tl.dot(left_high, _operand(weight), product, input_precision="ieee")
+        wide, dwide = x.to(tl.float32), dz.to(tl.float32)
+        dx = dhandle.to(tl.float32) + through_rms * wide + mix * dwide + product
+        tl.store(dstreams_ptr + offsets, _cast(dx, dstreams_ptr), mask=mask)
+        if dmix_ptr is not None:
+            dmix += dwide * wide
     if dmix_ptr is not None:
-        part = tl.program_id(1) * num_tokens.to(tl.int64) + tokens
-        places = part[:, None] * S + tl.arange(0, S)[None, :]
-        tl.store(dmix_ptr + places, dmix, mask=inside[:, None])
+        part = tl.program_id(2) * num_tokens.to(tl.int64) + tokens
+        tl.store(dmix_ptr + part * S + stream, tl.sum(dmix, 1), mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def weight_grad_kernel(
-    dprojected_ptr, streams_ptr, dweight_ptr, num_tokens,
-    WIDTH: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr, BT: tl.constexpr,
+    operand_ptr, streams_ptr, dweight_ptr, num_tokens,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, ROWS_PADDED: tl.constexpr, BT: tl.constexpr,
     BK: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of the projection's weight gradient, over SHARE tokens in order."""
+    """Some channels of the projection's weight gradient by both parts of the projection's, over
+    SHARE tokens in order."""
     channels = tl.program_id(0) * BK + tl.arange(0, BK)
     in_row = channels < WIDTH
-    coefficients = tl.arange(0, C_PADDED)
-    acc = tl.zeros([C_PADDED, BK], tl.float32)
+    rows = tl.arange(0, ROWS_PADDED)
+    acc = tl.zeros([ROWS_PADDED, BK], tl.float32)
     first_token = tl.program_id(1).to(tl.int64) * SHARE
     for start in range(0, SHARE, BT):
         tokens = first_token + start + tl.arange(0, BT)
         inside = tokens < num_tokens
-        dprojected = tl.load(
-            dprojected_ptr + tokens[:, None] * C + coefficients[None, :],
-            mask=inside[:, None] & (coefficients < C)[None, :], other=0.0,
+        gradient = tl.load(
+            operand_ptr + tokens[:, None] * ROWS + rows[None, :],
+            mask=inside[:, None] & (rows < ROWS)[None, :], other=0.0,
         )  # fmt: skip
         x = tl.load(
             streams_ptr + tokens[:, None] * WIDTH + channels[None, :],
             mask=inside[:, None] & in_row[None, :], other=0.0,
         )  # fmt: skip
-        if x.dtype == tl.bfloat16:
-            first = _part(dprojected)
-            second = _part(dprojected - first.to(tl.float32))
-            if INTERPRETED:
-                x = x.to(tl.float32)
-            acc = tl.dot(tl.trans(second), x, acc, input_precision="ieee")
-            acc = tl.dot(tl.trans(first), x, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(tl.trans(dprojected), x, acc, input_precision="ieee")
-    dweight_ptr += tl.program_id(1) * C * WIDTH
+        acc = tl.dot(tl.trans(_operand(gradient)), _operand(x), acc, input_precision="ieee")
+    dweight_ptr += tl.program_id(1) * ROWS * WIDTH
     tl.store(
-        dweight_ptr + coefficients[:, None] * WIDTH + channels[None, :], acc,
-        mask=(coefficients < C)[:, None] & in_row[None, :],
+        dweight_ptr + rows[:, None] * WIDTH + channels[None, :], acc,
+        mask=(rows < ROWS)[:, None] & in_row[None, :],
     )  # fmt: skip

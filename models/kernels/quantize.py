@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ppruntime.models.kernels.moe_layout import Layout
-from ppruntime.models.kernels.rounding import reciprocal, to_e4m3
+from ppruntime.models.kernels.rounding import e4m3_words, reciprocal, to_e4m3
 from ppruntime.models.quantize import power_of_two_ceiling
 
 GROUP = 128
@@ -160,16 +160,12 @@ def column_scale(
 
 
 @triton.jit
-def store_columns(q0, q1, q2, q3, data_ptr, first, distance, column):
-    """Stores a tile's four FP8 parts with rows running fastest, as 32-bit words: channel c begins
-    `first + c distance` bytes after `data_ptr`, a pointer to int32."""
-    word = q0.to(tl.uint8, bitcast=True).to(tl.int32)
-    word |= q1.to(tl.uint8, bitcast=True).to(tl.int32) << 8
-    word |= q2.to(tl.uint8, bitcast=True).to(tl.int32) << 16
-    word |= q3.to(tl.uint8, bitcast=True).to(tl.int32) << 24
+def store_columns(words, data_ptr, first, distance, column):
+    """Stores a tile's four FP8 parts, as words [32, 128], with rows running fastest: channel c
+    begins `first + c distance` bytes after `data_ptr`, a pointer to int32."""
     columns = column + tl.arange(0, 128)
     offsets = columns[None, :] * (distance // 4) + tl.arange(0, 32)[:, None]
-    tl.store(data_ptr + first // 4 + offsets, word)
+    tl.store(data_ptr + first // 4 + offsets, words)
 
 
 # Rows of tokens.
@@ -250,10 +246,8 @@ def _quantize_routed(
         tl.max(largest, axis=0), column_scale_ptr, block, column, C, TILE_SCALES, POWER_OF_TWO
     )
     inverse = reciprocal(scale)[None, :]
-    store_columns(
-        to_e4m3(x0 * inverse), to_e4m3(x1 * inverse), to_e4m3(x2 * inverse), to_e4m3(x3 * inverse),
-        columns_ptr, block.to(tl.int64) * (C * 128), 128, column,
-    )  # fmt: skip
+    words = e4m3_words(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
+    store_columns(words, columns_ptr, block.to(tl.int64) * (C * 128), 128, column)
 
 
 def quantize_routed(
@@ -350,7 +344,8 @@ def _transpose_bytes(data_ptr, data_t_ptr, OUTS: tl.constexpr, INS: tl.constexpr
     q1 = tl.load(data_ptr + base + part_rows(row, 1)[:, None] * INS + columns)
     q2 = tl.load(data_ptr + base + part_rows(row, 2)[:, None] * INS + columns)
     q3 = tl.load(data_ptr + base + part_rows(row, 3)[:, None] * INS + columns)
-    store_columns(q0, q1, q2, q3, data_t_ptr, base + row * 128, OUTS, column)
+    words = q0.to(tl.int32) | q1.to(tl.int32) << 8 | q2.to(tl.int32) << 16 | q3.to(tl.int32) << 24
+    store_columns(words, data_t_ptr, base + row * 128, OUTS, column)
 
 
 def transpose_blocks(weights: Quantized) -> Quantized:

@@ -42,3 +42,31 @@ def to_bf16(x):
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
         x = bits.to(tl.float32, bitcast=True)
     return x.to(tl.bfloat16)
+
+
+@triton.jit
+def e4m3_pair(x0, x1):
+    """Two fp32 tensors to int32: their E4M3 values in the two low bytes, x0's in the lowest."""
+    if INTERPRETED:
+        low = to_e4m3(x0).to(tl.uint8, bitcast=True).to(tl.int32)
+        return low | to_e4m3(x1).to(tl.uint8, bitcast=True).to(tl.int32) << 8
+    # By hand, since it is two instructions, and since ptxas 12.8 makes wrong code where values of
+    # a pair are taken apart and shifted: it read the stack pointer in the place of some.
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 pair;
+        cvt.rn.satfinite.e4m3x2.f32 pair, $2, $1;
+        cvt.u32.u16 $0, pair;
+        }""",
+        "=r,r,r",
+        [x0, x1],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def e4m3_words(x0, x1, x2, x3):
+    """Four fp32 tensors to int32 words of their E4M3 values, x0's in the lowest byte."""
+    return e4m3_pair(x0, x1) | e4m3_pair(x2, x3) << 16

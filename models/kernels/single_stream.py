@@ -27,13 +27,14 @@ from torch import Tensor
 
 from ppruntime.models.kernels import single_stream_kernels as kernels
 from ppruntime.models.kernels.rounding import INTERPRETED
+from ppruntime.models.kernels.token_shares import SHARES, tokens_per_program
 from ppruntime.models.norm import RMSNorm
 from ppruntime.models.single_stream import LayerScale, PostGate
 
 _BLOCK = 1024
 """Channels that one program works on where nothing is summed."""
-_TOKENS = 4 if INTERPRETED.value else 16
-"""Tokens whose part of a parameter's gradient is added up in registers."""
+_STAGES = 3
+"""Tokens that a program which goes through many has under way."""
 
 
 def read(
@@ -183,7 +184,8 @@ def _read_backward(
     if num_tokens == 0:
         dweight = torch.zeros_like(weight) if weight is not None else inverse.new_empty(0)
         return dstream, torch.zeros_like(gain), dweight, inverse.new_empty(0)
-    num_programs = -(-num_tokens // _TOKENS)
+    tokens = tokens_per_program(num_tokens)
+    num_programs = -(-num_tokens // tokens)
     dgains = inverse.new_empty(num_programs, width)
     dweights = inverse.new_empty(num_programs if has_gate else 0, width)
     draw = inverse.new_empty(num_tokens if has_gate else 0)
@@ -191,7 +193,7 @@ def _read_backward(
         dx.contiguous(), None if dhandle is None else dhandle.contiguous(), stream.contiguous(),
         gain, inverse, weight, base, scale, projected,
         None if dgate is None else dgate.contiguous(),
-        dstream, dgains, dweights, draw, num_tokens, width, _power_of_two(width), _TOKENS,
+        dstream, dgains, dweights, draw, num_tokens, tokens, width, _power_of_two(width), _STAGES,
         num_warps=16,
     )  # fmt: skip
     dweight = dweights.sum(0, keepdim=True) if has_gate else inverse.new_empty(0)
@@ -247,11 +249,12 @@ def _write_backward(
     dy = torch.empty_like(y, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return dy, torch.zeros_like(factor)
-    num_programs = -(-num_tokens // _TOKENS)
+    tokens = tokens_per_program(num_tokens, 2 * SHARES)
+    num_programs = -(-num_tokens // tokens)
     parts = factor.new_empty((num_tokens,) if per_token else (num_programs, width))
     kernels.write_backward_kernel[(num_programs,)](
-        dout.contiguous(), y.contiguous(), factor.contiguous(), dy, parts, num_tokens,
-        width, _power_of_two(width), _TOKENS, per_token, num_warps=8,
+        dout.contiguous(), y.contiguous(), factor.contiguous(), dy, parts, num_tokens, tokens,
+        width, _power_of_two(width), per_token, _STAGES, num_warps=8,
     )  # fmt: skip
     return dy, parts if per_token else parts.sum(0)
 

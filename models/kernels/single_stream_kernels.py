@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ppruntime.models.kernels.rounding import to_bf16
 
-SIZES = ("num_tokens",)
+SIZES = ("num_tokens", "tokens")
 """Arguments for whose values nothing is compiled anew."""
 
 
@@ -72,30 +72,28 @@ def write_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def write_backward_kernel(
-    dout_ptr, y_ptr, factor_ptr, dy_ptr, dfactor_ptr, num_tokens,
-    D: tl.constexpr, D_PADDED: tl.constexpr, TOKENS: tl.constexpr, PER_TOKEN: tl.constexpr,
+    dout_ptr, y_ptr, factor_ptr, dy_ptr, dfactor_ptr, num_tokens, tokens,
+    D: tl.constexpr, D_PADDED: tl.constexpr, PER_TOKEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Some tokens: the gradient of y, and of the factor each token's or the tokens' part of each
     channel's."""
     channels = tl.arange(0, D_PADDED)
     mask = channels < D
-    first = tl.program_id(0).to(tl.int64) * TOKENS
+    first = tl.program_id(0).to(tl.int64) * tokens
     if not PER_TOKEN:
         factors = tl.load(factor_ptr + channels, mask=mask, other=0.0)
         dfactors = tl.zeros([D_PADDED], tl.float32)
-    for step in range(TOKENS):
-        token = first + step
-        inside = mask & (token < num_tokens)
+    for token in tl.range(first, min(first + tokens, num_tokens), num_stages=STAGES):
         places = token * D + channels
-        dout = tl.load(dout_ptr + places, mask=inside, other=0.0).to(tl.float32)
-        y = tl.load(y_ptr + places, mask=inside, other=0.0).to(tl.float32)
+        dout = tl.load(dout_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + places, mask=mask, other=0.0).to(tl.float32)
         if PER_TOKEN:
-            factor = tl.load(factor_ptr + token, mask=token < num_tokens, other=0.0)
-            tl.store(dfactor_ptr + token, tl.sum(dout * y, 0), mask=token < num_tokens)
-            tl.store(dy_ptr + places, _cast(factor * dout, dy_ptr), mask=inside)
+            tl.store(dfactor_ptr + token, tl.sum(dout * y, 0))
+            dy = tl.load(factor_ptr + token) * dout
         else:
             dfactors += dout * y
-            tl.store(dy_ptr + places, _cast(factors * dout, dy_ptr), mask=inside)
+            dy = factors * dout
+        tl.store(dy_ptr + places, _cast(dy, dy_ptr), mask=mask)
     if not PER_TOKEN:
         tl.store(dfactor_ptr + tl.program_id(0).to(tl.int64) * D + channels, dfactors, mask=mask)
 
@@ -104,8 +102,8 @@ def write_backward_kernel(
 def read_backward_kernel(
     dx_ptr, dhandle_ptr, stream_ptr, gain_ptr, inverse_ptr,
     weight_ptr, base_ptr, scale_ptr, projected_ptr, dgate_ptr,
-    dstream_ptr, dgains_ptr, dweights_ptr, draw_ptr, num_tokens,
-    D: tl.constexpr, D_PADDED: tl.constexpr, TOKENS: tl.constexpr,
+    dstream_ptr, dgains_ptr, dweights_ptr, draw_ptr, num_tokens, tokens,
+    D: tl.constexpr, D_PADDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Some tokens: the gradient of the stream, all ways into one sum; the tokens' part of those of
     the norm's gain and the gate's weight; each token's of what its sigmoid got."""
@@ -115,26 +113,22 @@ def read_backward_kernel(
     dgain = tl.zeros([D_PADDED], tl.float32)
     if weight_ptr is not None:
         dweight = tl.zeros([D_PADDED], tl.float32)
-    first = tl.program_id(0).to(tl.int64) * TOKENS
-    for step in range(TOKENS):
-        token = first + step
-        is_token = token < num_tokens
-        inside = mask & is_token
+    first = tl.program_id(0).to(tl.int64) * tokens
+    for token in tl.range(first, min(first + tokens, num_tokens), num_stages=STAGES):
         places = token * D + channels
-        inverse = tl.load(inverse_ptr + token, mask=is_token, other=0.0)
-        stream = tl.load(stream_ptr + places, mask=inside, other=0.0).to(tl.float32)
-        dx = tl.load(dx_ptr + places, mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.load(inverse_ptr + token)
+        stream = tl.load(stream_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        dx = tl.load(dx_ptr + places, mask=mask, other=0.0).to(tl.float32)
         normed = stream * inverse
         dgain += dx * normed
         weighted = dx * gain
         dstream = inverse * (weighted - normed * (tl.sum(weighted * normed, 0) / D))
         if weight_ptr is not None:
             scale = tl.load(scale_ptr)
-            through = tl.load(projected_ptr + token, mask=is_token, other=0.0) * inverse
+            through = tl.load(projected_ptr + token) * inverse
             sigmoid = _sigmoid(tl.load(base_ptr) + through * scale)
-            dgate = tl.load(dgate_ptr + token, mask=is_token, other=0.0)
-            draw = dgate * 2.0 * sigmoid * (1.0 - sigmoid)
-            tl.store(draw_ptr + token, draw, mask=is_token)
+            draw = tl.load(dgate_ptr + token) * 2.0 * sigmoid * (1.0 - sigmoid)
+            tl.store(draw_ptr + token, draw)
             dprojected = draw * scale * inverse
             dweight += dprojected * stream
             # Read for each token: held through the loop it would not fit beside the sums.
@@ -142,8 +136,8 @@ def read_backward_kernel(
             # through = projected r: its gradient times itself is r times that of r.
             dstream += dprojected * weight - draw * scale * through * inverse / D * normed
         if dhandle_ptr is not None:
-            dstream += tl.load(dhandle_ptr + places, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dstream_ptr + places, _cast(dstream, dstream_ptr), mask=inside)
+            dstream += tl.load(dhandle_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dstream_ptr + places, _cast(dstream, dstream_ptr), mask=mask)
     part = tl.program_id(0).to(tl.int64) * D + channels
     tl.store(dgains_ptr + part, dgain, mask=mask)
     if weight_ptr is not None:

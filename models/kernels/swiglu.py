@@ -32,7 +32,7 @@ from ppruntime.models.kernels.quantize import (
     store_columns,
     store_rows,
 )
-from ppruntime.models.kernels.rounding import reciprocal, to_e4m3
+from ppruntime.models.kernels.rounding import e4m3_pair, reciprocal
 
 
 class SwigluGrads(NamedTuple):
@@ -129,6 +129,23 @@ def _gradients(z_ptr, grad_ptr, weight_ptr, pair_ptr, rows, column, limit, F: tl
 
 
 @triton.jit
+def _pairs(
+    z_ptr, grad_ptr, weight_ptr, pair_ptr, block, j: tl.constexpr, column, limit,
+    inner_inverse, gate_inverse, up_inverse, F: tl.constexpr,
+):  # fmt: skip
+    """Parts j and j + 1 of h, dg and du, scaled, as two bytes each."""
+    i0, _, g0, u0 = _gradients(
+        z_ptr, grad_ptr, weight_ptr, pair_ptr, part_rows(block, j), column, limit, F
+    )
+    i1, _, g1, u1 = _gradients(
+        z_ptr, grad_ptr, weight_ptr, pair_ptr, part_rows(block, j + 1), column, limit, F
+    )
+    inner = e4m3_pair(i0 * inner_inverse, i1 * inner_inverse)
+    gate = e4m3_pair(g0 * gate_inverse, g1 * gate_inverse)
+    return inner, gate, e4m3_pair(u0 * up_inverse, u1 * up_inverse)
+
+
+@triton.jit
 def _swiglu_backward(
     z_ptr, grad_ptr, weight_ptr, pair_ptr, expert_ptr, P, limit,
     rows_ptr, row_scale_ptr, columns_ptr, column_scale_ptr, inner_ptr, inner_scale_ptr, dot_ptr,
@@ -167,26 +184,18 @@ def _swiglu_backward(
     ))[None, :]  # fmt: skip
     # Computed again, from inputs that are still in the cache: three tiles in fp32 at once would
     # not fit into registers.
-    i0, _, g0, u0 = _gradients(
-        z_ptr, grad_ptr, weight_ptr, pair_ptr, part_rows(block, 0), column, limit, F
-    )
-    i0, g0, u0 = to_e4m3(i0 * inner_inverse), to_e4m3(g0 * gate_inverse), to_e4m3(u0 * up_inverse)
-    i1, _, g1, u1 = _gradients(
-        z_ptr, grad_ptr, weight_ptr, pair_ptr, part_rows(block, 1), column, limit, F
-    )
-    i1, g1, u1 = to_e4m3(i1 * inner_inverse), to_e4m3(g1 * gate_inverse), to_e4m3(u1 * up_inverse)
-    i2, _, g2, u2 = _gradients(
-        z_ptr, grad_ptr, weight_ptr, pair_ptr, part_rows(block, 2), column, limit, F
-    )
-    i2, g2, u2 = to_e4m3(i2 * inner_inverse), to_e4m3(g2 * gate_inverse), to_e4m3(u2 * up_inverse)
-    i3, _, g3, u3 = _gradients(
-        z_ptr, grad_ptr, weight_ptr, pair_ptr, part_rows(block, 3), column, limit, F
-    )
-    i3, g3, u3 = to_e4m3(i3 * inner_inverse), to_e4m3(g3 * gate_inverse), to_e4m3(u3 * up_inverse)
+    low = _pairs(
+        z_ptr, grad_ptr, weight_ptr, pair_ptr, block, 0, column, limit,
+        inner_inverse, gate_inverse, up_inverse, F,
+    )  # fmt: skip
+    high = _pairs(
+        z_ptr, grad_ptr, weight_ptr, pair_ptr, block, 2, column, limit,
+        inner_inverse, gate_inverse, up_inverse, F,
+    )  # fmt: skip
     first = block.to(tl.int64) * (F * 128)
-    store_columns(i0, i1, i2, i3, inner_ptr, first, 128, column)
-    store_columns(g0, g1, g2, g3, columns_ptr, 2 * first, 128, column)
-    store_columns(u0, u1, u2, u3, columns_ptr, 2 * first, 128, column + F)
+    store_columns(low[0] | high[0] << 16, inner_ptr, first, 128, column)
+    store_columns(low[1] | high[1] << 16, columns_ptr, 2 * first, 128, column)
+    store_columns(low[2] | high[2] << 16, columns_ptr, 2 * first, 128, column + F)
 
 
 def swiglu_backward(

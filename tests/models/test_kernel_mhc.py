@@ -119,7 +119,6 @@ def test_in_fp32_all_results_are_fp64s_to_fp32s_last_bits(options):
 @pytest.mark.parametrize("own", [False, True])
 def test_parts_of_the_channels_and_tokens_add_up(own, monkeypatch):
     monkeypatch.setattr("ppruntime.models.kernels.mhc._SHARE", 64)
-    monkeypatch.setattr("ppruntime.models.kernels.mhc._BACK_CHANNELS", 64)
     monkeypatch.setattr("ppruntime.models.kernels.mhc._TOKEN_SHARE", 16)
     case = Case(tokens=(1, 35), width=130, iters=2, own=own)
     errors = distances(case.results(FUSED), case.expected())
@@ -224,7 +223,7 @@ def test_a_name_gives_the_functions_that_can_run_there(monkeypatch):
 
 @pytest.mark.compiles
 @pytest.mark.slow  # about 15 s: every kernel of the head and the residuals at V4.1's width
-def test_kernels_compile_for_hopper_with_hardly_a_spill():
+def test_kernels_compile_for_hopper_without_spills():
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     run = subprocess.run(
@@ -236,12 +235,12 @@ def test_kernels_compile_for_hopper_with_hardly_a_spill():
     )
     assert run.returncode == 0, run.stdout + run.stderr
     kernels_of = json.loads(run.stdout)
-    assert len(kernels_of) == 18
+    assert len(kernels_of) == 19
     for name, kernel in kernels_of.items():
-        # 64 tokens at a time keep a few numbers outside registers; of the tiles that an H200 tried
-        # they were the fastest all the same.
-        assert kernel["spills"] <= (64 if kernel["name"] == "project_kernel" else 0), name
-        assert kernel["narrow_accesses"] == 0, name
+        assert kernel["spills"] == 0, name
+        # The coefficients' gradients are 96 bytes a token.
+        allowed = 4 if kernel["name"] == "coefficients_backward_kernel" else 0
+        assert kernel["narrow_accesses"] <= allowed, name
 
 
 @pytest.mark.gpu
