@@ -40,6 +40,7 @@ from ppruntime.models.dims import (
     preset,
     unit_specs,
 )
+from ppruntime.models.fp8_linear import Fp8LinearOptions, convert_linears
 from ppruntime.models.init import init_parameters
 from ppruntime.models.kernel_limits import BACKENDS, AttentionOp, Backend
 from ppruntime.models.kernels.attention_backends import (
@@ -48,10 +49,13 @@ from ppruntime.models.kernels.attention_backends import (
     attention_kernels,
     unavailable_reason,
 )
+from ppruntime.models.kernels.fp8_linear_backends import LinearBackend
+from ppruntime.models.kernels.fp8_linear_backends import unavailable_reason as linears_unavailable
 from ppruntime.models.linear import GroupedLinear, Linear, WeightGradQueue, set_queue
 from ppruntime.models.residual import UsesResidual, residual
 from ppruntime.models.rope import Rope
 from ppruntime.models.units import build_unit
+from ppruntime.models.weight_copies import WeightVersion, set_weight_version
 
 LIMIT_SECONDS = 210.0
 """After this no new line is begun; what is left out is said."""
@@ -127,8 +131,12 @@ class Case:
 PHASES = ("forward", "input gradient", "weight gradients")
 
 
+PROFILED_SHARE = 0.02
+"""Kernels with a larger share of a half's time are named in its profile."""
+
+
 class Bench:
-    """`lines` grows while it runs, and with it the file."""
+    """`lines` and `profiles` grow while it runs, and with them the file."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -140,16 +148,41 @@ class Bench:
         self.clock = Clock(self.device)
         self.start = time.monotonic()
         self.lines: list[Line] = []
+        self.profiles: list[dict[str, object]] = []
         self.left_out: list[str] = []
         self.flops_per_ms = self.bytes_per_ms = 0.0
 
     def run(self) -> None:
         self._measure_floor()
-        for make in (self._parts, self._halves):
+        kinds = self.options.kinds
+        for make in (self._parts, self._halves) if kinds is None else (self._halves,):
             for case in make():
-                for backend, choice in self._choices(case):
-                    self._run_case(case, backend, choice)
-                    self._write()
+                is_half = make == self._halves
+                if "bf16" in self.options.precision or not is_half:
+                    for backend, choice in self._choices(case):
+                        self._run_case(case, backend, choice)
+                        self._write()
+                if "fp8" in self.options.precision and is_half:
+                    try:
+                        suffix = self._to_fp8(case.module)
+                    except ValueError as error:
+                        self.left_out.append(f"{case.part} {case.kind} fp8: {error}")
+                        continue
+                    for backend, choice in self._choices(case):
+                        if backend != "reference":
+                            self._run_case(case, f"{backend} {suffix}", choice)
+                            self._write()
+
+    def _to_fp8(self, unit: nn.Module) -> str:
+        """Puts FP8 forms in the place of the unit's dense linears, by the fastest that runs here;
+        gives how the lines name them. Weights are quantised in the first run, as in a step."""
+        wanted = (LinearBackend.FASTEST, LinearBackend.SCALED_MM, LinearBackend.TRITON)
+        reasons = {backend: linears_unavailable(backend) for backend in wanted}
+        found = next((b for b, reason in reasons.items() if reason is None), None)
+        backend = found or LinearBackend.REFERENCE
+        convert_linears(unit, Fp8LinearOptions(backend=backend))
+        set_weight_version(unit, WeightVersion())
+        return f"fp8 {backend.value}"
 
     def _measure_floor(self) -> None:
         size = 8192 if self.device.type == "cuda" else 512
@@ -178,6 +211,7 @@ class Bench:
                 AttentionOp.INDEXER: first if alone is AttentionOp.INDEXER else Backend.TRITON,
                 AttentionOp.ROPE: Backend.TRITON,
                 AttentionOp.GROUPED_OUTPUT: Backend.LIBRARY,
+                AttentionOp.NORM: Backend.TRITON,
             }
             reasons = (unavailable_reason(op, wanted[op], self.target) for op in case.ops)
             reason = next((r for r in reasons if r is not None), None)
@@ -187,6 +221,7 @@ class Bench:
                 indexer=chosen[AttentionOp.INDEXER],
                 rope=chosen[AttentionOp.ROPE],
                 grouped_output=chosen[AttentionOp.GROUPED_OUTPUT],
+                norm=chosen[AttentionOp.NORM],
             )
             yield name, choice if reason is None else reason
 
@@ -204,14 +239,16 @@ class Bench:
             failure = f"the limit of {LIMIT_SECONDS:.0f} s was reached"
         else:
             failure = self._time(case, attention_kernels(choice), lines)
+            if not failure and case.part == "attention half" and backend != "reference":
+                self.profiles.append(self._profile(case, backend, attention_kernels(choice)))
         if failure:
             self.left_out.append(f"{case.part} {case.kind} {backend}: {failure}")
         for line in lines:
             line.failure = failure
             print(line, flush=True)
 
-    def _time(self, case: Case, kernels: AttentionKernels, lines: Sequence[Line]) -> str:
-        """Fills the lines' times; what went wrong, if something did."""
+    def _prepare(self, case: Case, kernels: AttentionKernels) -> WeightGradQueue:
+        """Sets the module's kernels; its weight gradients wait in the queue."""
         queue = WeightGradQueue()
         set_kernels(case.module, kernels)
         if isinstance(case.module, UsesResidual):
@@ -219,6 +256,43 @@ class Bench:
             case.module.residual = residual(name, self.device, self.dims.residual_type)
         set_queue(case.module, queue)
         queue.deferring = True
+        return queue
+
+    def _profile(self, case: Case, backend: str, kernels: AttentionKernels) -> dict[str, object]:
+        """Which kernels take more than `PROFILED_SHARE` of the three phases together."""
+        queue = self._prepare(case, kernels)
+        activity = torch.profiler.ProfilerActivity
+        on_device = activity.CUDA if self.device.type == "cuda" else activity.CPU
+        with torch.profiler.profile(activities=[on_device]) as profile:
+            for _ in range(3):
+                self._once(case, kernels, queue)
+        self._reset(case)
+        spans: dict[str, list[float]] = {}
+        for event in profile.events() or ():
+            if event.device_type.name.lower() == self.device.type and "spin" not in event.name:
+                microseconds = event.time_range.elapsed_us() / 3
+                spans.setdefault(event.name, []).append(microseconds)
+        total = sum(map(sum, spans.values()))
+        kernels_by_time = sorted(spans.items(), key=lambda item: -sum(item[1]))
+        named = [
+            {
+                "kernel": name[:90],
+                "us": sum(each),
+                "share": sum(each) / total,
+                "launches": len(each) / 3,
+            }
+            for name, each in kernels_by_time
+            if sum(each) > PROFILED_SHARE * total
+        ]
+        return {"kind": case.kind, "backend": backend, "total_us": total, "kernels": named}
+
+    def _reset(self, case: Case) -> None:
+        set_kernels(case.module, REFERENCE)
+        case.module.zero_grad(set_to_none=True)
+
+    def _time(self, case: Case, kernels: AttentionKernels, lines: Sequence[Line]) -> str:
+        """Fills the lines' times; what went wrong, if something did."""
+        queue = self._prepare(case, kernels)
         repetitions = self.options.repetitions
         is_cuda = self.device.type == "cuda"
         before = torch.cuda.memory_allocated() if is_cuda else 0
@@ -242,8 +316,7 @@ class Bench:
             if is_cuda:
                 for line in lines:
                     line.peak_bytes = torch.cuda.max_memory_allocated() - before
-            set_kernels(case.module, REFERENCE)
-            case.module.zero_grad(set_to_none=True)
+            self._reset(case)
         return ""
 
     def _once(
@@ -345,11 +418,15 @@ class Bench:
             streams=self._normal(1, tokens, dims.num_streams, dims.hidden_size),
             mix=torch.rand(1, tokens, dims.num_streams, device=self.device),
         )
-        for kind, spec in self._kinds().items():
+        known, wanted = self._kinds(), self.options.kinds
+        unknown = [name for name in wanted or () if name not in known]
+        if unknown:
+            raise SystemExit(f"--kinds {unknown[0]}: this model has {', '.join(known)}")
+        for kind, spec in known.items():
             unit = build_unit(dims, spec, device=self.device, dtype=self.dtype)
             init_parameters(unit, spec.name, 0)
             given = _detached(carry)
-            yield Case(
+            case = Case(
                 "attention half",
                 kind,
                 unit,
@@ -358,6 +435,8 @@ class Bench:
                 self._half_work(spec),
                 self._half_ops(spec),
             )
+            if wanted is None or kind in wanted:
+                yield case
             with torch.no_grad():
                 made = unit(given, batch)
             # The next kinds read these, and the same streams.
@@ -418,8 +497,10 @@ class Bench:
             "seconds": time.monotonic() - self.start,
             "teraflops": self.flops_per_ms * 1e-9,
             "gigabytes_per_s": self.bytes_per_ms * 1e-6,
+            "precision": self.options.precision,
             "left_out": self.left_out,
             "lines": [line.record() for line in self.lines],
+            "profiles": self.profiles,
         }
         out: Path = self.options.out
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -100,6 +100,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repetitions", type=int, default=12)
     parser.add_argument("--model", default="v41-flash", help="halves: whose, such as v4-flash")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="halves: where")
+    parser.add_argument(
+        "--kinds", nargs="+", help='halves: only these, such as Reuse "Full ratio 1"; no parts'
+    )
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=("bf16", "fp8"),
+        default=["bf16"],
+        help="halves: of the dense linears; both are compared within one run",
+    )
     parser.add_argument("--skip", default="", help="leave out variants with this in their name")
     options = parser.parse_args(arguments)
     if options.only == "halves":

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ppruntime.models.linear import GroupedLinear, Linear
+from ppruntime.models.norm import RMSNorm, rms_norm
 from ppruntime.models.rope import Rotation, rotate
 from ppruntime.models.selection import Selection, select_entries
 from ppruntime.models.sparse_attention import sparse_attention
@@ -36,6 +37,8 @@ class AttentionKernels:
     """(linear, x [B, T, I], rotation, heads) -> the product as heads [B, T, H, K], turned."""
     grouped: Callable[[GroupedLinear, Tensor], Tensor]
     """(linear, x [B, T, G, I]) -> [B, T, G O], every group by its own matrix."""
+    norm: Callable[[Tensor, Tensor, float], Tensor]
+    """As `norm.rms_norm`, of every norm that is not part of another kernel."""
 
 
 def _attend(
@@ -61,6 +64,7 @@ REFERENCE = AttentionKernels(
     rotate=rotate,
     project_rotated=_project_rotated,
     grouped=_grouped,
+    norm=rms_norm,
 )
 
 
@@ -71,7 +75,9 @@ class UsesKernels(nn.Module):
 
 
 def set_kernels(unit: nn.Module, kernels: AttentionKernels) -> None:
-    """Hands one record to every module inside `unit` that uses one."""
+    """Hands one record to every module inside `unit` that uses one, and its norm to every norm."""
     for module in unit.modules():
         if isinstance(module, UsesKernels):
             module.kernels = kernels
+        if isinstance(module, RMSNorm):
+            module.function = kernels.norm

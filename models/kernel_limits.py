@@ -14,6 +14,7 @@ class AttentionOp(Enum):
     INDEXER = "indexer"
     ROPE = "rope"
     GROUPED_OUTPUT = "grouped_output"
+    NORM = "norm"
 
 
 class Backend(Enum):
@@ -32,6 +33,7 @@ BACKENDS: dict[AttentionOp, tuple[Backend, ...]] = {
     AttentionOp.INDEXER: (Backend.TRITON, Backend.LIBRARY, Backend.REFERENCE),
     AttentionOp.ROPE: (Backend.TRITON, Backend.REFERENCE),
     AttentionOp.GROUPED_OUTPUT: (Backend.LIBRARY, Backend.REFERENCE),
+    AttentionOp.NORM: (Backend.TRITON, Backend.REFERENCE),
 }
 """What there is, the fastest first (attention measured on an H200, see docs/measurements.md; the
 indexer's own kernels are not yet, and hold fewer scores)."""

@@ -391,6 +391,9 @@ class Kernels(Section, frozen=True):
     grouped_output: Literal["auto", "reference", "library"] = "reference"
     """Grouped first half of the output projection. library: BLAS group by group, without copies.
     Bitwise on the CPU, summation order on a GPU."""
+    norm: Literal["auto", "reference", "triton"] = "reference"
+    """RMSNorms of attention, one pass each way; those around a sublayer are mhc's if that is
+    triton. Summation order."""
     engram: Literal["auto", "reference", "triton"] = "reference"
     """Engram's gate in one pass, and sums of its rows' gradients. auto: triton where it can run.
     Summation order."""

@@ -55,6 +55,7 @@ def choose_kernels(config: Config, device: torch.device) -> KernelChoice:
         indexer=chosen[AttentionOp.INDEXER],
         rope=chosen[AttentionOp.ROPE],
         grouped_output=chosen[AttentionOp.GROUPED_OUTPUT],
+        norm=chosen[AttentionOp.NORM],
         deterministic=kernels.attention_deterministic,
     )
     return KernelChoice(choice, f"kernels: auto chose {', '.join(notes)}" if notes else "")

@@ -14,7 +14,7 @@ from dataclasses import asdict
 import torch
 from offline_compile import Compiled, captured
 
-from ppruntime.models.kernels import head, mhc, single_stream
+from ppruntime.models.kernels import head, mhc, norm, single_stream
 
 NUM_TOKENS, NUM_STREAMS = 8192, 4
 
@@ -68,8 +68,17 @@ def compile_one_stream(width: int, gated: bool) -> list[Compiled]:
     return found
 
 
+def compile_norm(width: int) -> list[Compiled]:
+    x, gain = meta(NUM_TOKENS, width), meta(width)
+    with captured() as found:
+        _, inverse = norm._norm._init_fn(x, gain, 1e-20)
+        norm._norm_backward._init_fn(x, x, gain, inverse)
+    return found
+
+
 def main() -> None:
     kernels = {
+        "norm 1280": compile_norm(1280),
         "head": compile_head(129_280),
         "mhc 5120": compile_mhc(5120, own_mix=False),
         "gated 5120": compile_one_stream(5120, gated=True),

@@ -35,6 +35,7 @@ class Choice:
     indexer: Backend = Backend.REFERENCE
     rope: Backend = Backend.REFERENCE
     grouped_output: Backend = Backend.REFERENCE
+    norm: Backend = Backend.REFERENCE
     deterministic: bool = False
     """Triton's attention: gradients of keys are bitwise the same from run to run."""
 
@@ -110,4 +111,8 @@ def attention_kernels(choice: Choice) -> AttentionKernels:
         from ppruntime.models.kernels.grouped_output import grouped_output
 
         found["grouped"] = grouped_output
+    if choice.norm is Backend.TRITON:
+        from ppruntime.models.kernels.norm import rms_norm
+
+        found["norm"] = rms_norm
     return replace(REFERENCE, **found)

@@ -5,6 +5,7 @@ streams, keys and value come from the cache when they are read again.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, assignment"
+# ruff: noqa: RUF005 (Triton adds tuples, but unpacks none)
 
 from __future__ import annotations
 

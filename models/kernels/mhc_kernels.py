@@ -4,8 +4,8 @@ Two shapes of work: blocks of tokens times blocks of channels where streams meet
 weights on the tensor cores, and one token a program where each stream is only weighed and summed.
 
 fp32 weights against bf16 streams: a weight is the sum of three bf16 numbers, a gradient of two, and
-every product of two bf16 numbers is exact in fp32. The parts lie side by side as further rows of one
-operand, so that a product is one instruction's, whole or nearly: 3 C = 72 rows are 64 and 16.
+every product of two bf16 numbers is exact in fp32. The parts lie side by side as further rows of
+one operand, so that one product has them all: 3 C = 72 rows, which are taken as 64 and 16.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, assignment"

@@ -35,7 +35,7 @@ from ppruntime.models.rope import Rotation
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="small shapes, for the interpreter"
 )
-ALL = Choice(Backend.TRITON, Backend.TRITON, Backend.TRITON, Backend.LIBRARY)
+ALL = Choice(Backend.TRITON, Backend.TRITON, Backend.TRITON, Backend.LIBRARY, norm=Backend.TRITON)
 CPU = torch.device("cpu")
 
 
