@@ -57,7 +57,7 @@ from ppruntime.models.rope import Rope
 from ppruntime.models.units import build_unit
 from ppruntime.models.weight_copies import WeightVersion, set_weight_version
 
-LIMIT_SECONDS = 210.0
+LIMIT_SECONDS = 330.0
 """After this no new line is begun; what is left out is said."""
 SLOW_MS = 150.0
 """A phase longer than this is repeated twice only: the reference at full width."""

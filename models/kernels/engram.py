@@ -36,7 +36,7 @@ _CHANNELS = 1024
 """Channels of a program in the backward."""
 _TOKENS = 4 if INTERPRETED.value else 32
 """Tokens whose part of the weights' gradient is added up in registers."""
-_STAGES = 2
+_STAGES = 3
 """Tokens of which such a program has read the next when it works on one."""
 
 

@@ -36,26 +36,27 @@ def can_turn(head_width: int, num_pairs: int) -> bool:
 
 
 @triton.jit
-def _turned_part(
-    x_ptr, cos_ptr, sin_ptr, rows, N, column,
-    C: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ROUNDED: tl.constexpr,
+def _part(
+    x_ptr, cos_ptr, sin_ptr, rows, N, column, first,
+    C: tl.constexpr, K: tl.constexpr, R: tl.constexpr, TURNS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """128 channels of 32 rows, fp32, the last 2 R channels of their head turned by minus the
-    angles. Rows from N on are zeros."""
+    """128 channels of 32 rows, fp32, which begin at channel `first` of their head; the last 2 R
+    channels of a head turned by minus the angles. Rows from N on are zeros."""
     inside = (rows < N)[:, None]
     wide_rows = rows.to(tl.int64)[:, None]
-    offsets = wide_rows * C + column + tl.arange(0, 128)[None, :]
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    first = column % K
-    if first + 128 > K - 2 * R:
-        even, odd = tl.split(tl.reshape(x, [32, 64, 2]))
-        pairs = (first - (K - 2 * R)) // 2 + tl.arange(0, 64)[None, :]
-        is_turned = inside & (pairs >= 0)
-        angles = wide_rows * R + pairs
+    channels = tl.arange(0, 128)[None, :]
+    base = x_ptr + wide_rows * C + column
+    x = tl.load(base + channels, mask=inside, other=0.0).to(tl.float32)
+    if TURNS:
+        # The other channel of the pair comes by a load of its own, from the cache: taking pairs
+        # apart would give the whole tile a layout in which it is stored at a fraction of the speed.
+        other = tl.load(base + (channels ^ 1), mask=inside, other=0.0).to(tl.float32)
+        in_tail = first + channels - (K - 2 * R)
+        is_turned = inside & (in_tail >= 0)
+        angles = wide_rows * R + in_tail // 2
         cos = tl.load(cos_ptr + angles, mask=is_turned, other=1.0)
-        sin = -tl.load(sin_ptr + angles, mask=is_turned, other=0.0)
-        turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
-        x = tl.reshape(turned, [32, 128])
+        sin = tl.load(sin_ptr + angles, mask=is_turned, other=0.0)
+        x = x * cos + other * tl.where(channels % 2 == 0, sin, -sin)
         if ROUNDED:
             x = to_bf16(x).to(tl.float32)
     return x
@@ -65,16 +66,19 @@ def _turned_part(
 def _quantize_turned(
     x_ptr, cos_ptr, sin_ptr, N, P,
     rows_ptr, row_scale_ptr, columns_ptr, column_scale_ptr,
-    C: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ROUNDED: tl.constexpr,
+    C: tl.constexpr, K: tl.constexpr, R: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
+    TURNS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
+    """One of COUNT tiles of a head from tile FIRST on, and 128 rows."""
     block = tl.program_id(1)
-    column = tl.program_id(0) * 128
+    first = (FIRST + tl.program_id(0) % COUNT) * 128
+    column = tl.program_id(0) // COUNT * K + first
     rows0, rows1 = part_rows(block, 0), part_rows(block, 1)
     rows2, rows3 = part_rows(block, 2), part_rows(block, 3)
-    x0 = _turned_part(x_ptr, cos_ptr, sin_ptr, rows0, N, column, C, K, R, ROUNDED)
-    x1 = _turned_part(x_ptr, cos_ptr, sin_ptr, rows1, N, column, C, K, R, ROUNDED)
-    x2 = _turned_part(x_ptr, cos_ptr, sin_ptr, rows2, N, column, C, K, R, ROUNDED)
-    x3 = _turned_part(x_ptr, cos_ptr, sin_ptr, rows3, N, column, C, K, R, ROUNDED)
+    x0 = _part(x_ptr, cos_ptr, sin_ptr, rows0, N, column, first, C, K, R, TURNS, ROUNDED)
+    x1 = _part(x_ptr, cos_ptr, sin_ptr, rows1, N, column, first, C, K, R, TURNS, ROUNDED)
+    x2 = _part(x_ptr, cos_ptr, sin_ptr, rows2, N, column, first, C, K, R, TURNS, ROUNDED)
+    x3 = _part(x_ptr, cos_ptr, sin_ptr, rows3, N, column, first, C, K, R, TURNS, ROUNDED)
     scales = row_scale_ptr + (column // 128) * P
     store_rows(x0, rows_ptr, scales, rows0, column, C, False)
     store_rows(x1, rows_ptr, scales, rows1, column, C, False)
@@ -99,11 +103,14 @@ def quantize_turned(
     num_rows = -(-num_tokens // GROUP) * GROUP
     rows = pool_rows_like(x_NC, num_rows, channels)
     columns = columns_like(x_NC, num_rows, channels, tile_scales=False)
-    if num_rows:
-        _quantize_turned[(channels // GROUP, num_rows // GROUP)](
-            x_NC.contiguous(), cos_NR.contiguous(), sin_NR.contiguous(), num_tokens, num_rows,
-            *rows, columns.data.view(torch.int32), columns.scale,
-            channels, head_width, num_pairs, x_NC.dtype is torch.bfloat16,
-            num_warps=8, enable_fp_fusion=False,
-        )  # fmt: skip
+    tiles, turned = head_width // GROUP, -(-2 * num_pairs // GROUP)
+    for first, count in ((0, tiles - turned), (tiles - turned, turned)):
+        if num_rows and count:
+            _quantize_turned[(channels // head_width * count, num_rows // GROUP)](
+                x_NC.contiguous(), cos_NR.contiguous(), sin_NR.contiguous(), num_tokens, num_rows,
+                *rows, columns.data.view(torch.int32), columns.scale,
+                channels, head_width, num_pairs, first, count,
+                first == tiles - turned, x_NC.dtype is torch.bfloat16,
+                num_warps=8, enable_fp_fusion=False,
+            )  # fmt: skip
     return rows, columns

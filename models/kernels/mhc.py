@@ -43,11 +43,11 @@ from ppruntime.models.linear import WeightGradQueue, now_or_later
 from ppruntime.models.mhc import Coefficients, HyperConnection
 from ppruntime.models.norm import RMSNorm
 
-_PROJECT = (64, 64, 4, 3)
+_PROJECT = (64, 64, 4, 4)
 """Tokens and channels of a step where streams are projected, warps, steps in flight."""
-_BACK = (64, 64, 8, 2)
+_BACK = (64, 64, 8, 3)
 """The same where the projection's gradient meets the weights."""
-_WEIGHT_GRAD = (64, 128, 4, 4)
+_WEIGHT_GRAD = (64, 128, 4, 3)
 """The same where it meets the streams."""
 _ROW_BLOCK = 1024
 """Channels that one program works on at a time where streams are only weighed."""
@@ -394,7 +394,7 @@ def _write_backward(
     if num_tokens:
         kernels.write_backward_kernel[(num_tokens,)](
             dout.contiguous(), streams.contiguous(), y.contiguous(), post.contiguous(),
-            comb.contiguous(), *grads, num_streams, width, _row_block(width), num_warps=4,
+            comb.contiguous(), *grads, num_streams, width, _row_block(width), _STAGES, num_warps=4,
         )  # fmt: skip
     return grads
 

@@ -240,7 +240,7 @@ def write_kernel(
 @triton.jit
 def write_backward_kernel(
     dout_ptr, streams_ptr, y_ptr, post_ptr, comb_ptr, dstreams_ptr, dy_ptr, dpost_ptr, dcomb_ptr,
-    S: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One token: the gradients of the streams and of y, and all products of a stream with a
     stream's gradient."""
@@ -253,32 +253,37 @@ def write_backward_kernel(
         dpost = dpost + (tl.zeros([ROWS], tl.float32),)
         for _i in tl.static_range(S):
             dcomb = dcomb + (tl.zeros([ROWS], tl.float32),)
-    for block in tl.static_range((D + BLOCK - 1) // BLOCK):
-        channels = block * BLOCK + in_block
+    for start in tl.range(0, D, BLOCK, num_stages=STAGES):
+        channels = start + in_block
         mask = channels < D
         y = tl.load(y_ptr + token * D + channels, mask=mask, other=0.0).to(tl.float32)
-        douts = _tiles(dout_ptr + token * (S * D), channels, mask, D, S)
+        streams = _tiles(streams_ptr + token * (S * D), channels, mask, D, S)
         dy = tl.zeros([ROWS, 8], tl.float32)
+        dstreams, new_dpost, new_dcomb = (), (), ()
+        for _i in tl.static_range(S):
+            dstreams = dstreams + (tl.zeros([ROWS, 8], tl.float32),)
         for j in tl.static_range(S):
-            dy += tl.load(post_ptr + token * S + j) * douts[j].to(tl.float32)
-        tl.store(dy_ptr + token * D + channels, _cast(dy, dy_ptr), mask=mask)
-        new_dpost, new_dcomb = (), ()
-        for j in tl.static_range(S):
-            new_dpost = new_dpost + (dpost[j] + tl.sum(douts[j].to(tl.float32) * y, 1),)
+            at = token * (S * D) + j * D + channels
+            dout = tl.load(dout_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            dy += tl.load(post_ptr + token * S + j) * dout
+            new_dpost = new_dpost + (dpost[j] + tl.sum(dout * y, 1),)
+            mixed = ()
+            for i in tl.static_range(S):
+                mixed = mixed + (
+                    dstreams[i] + tl.load(comb_ptr + token * (S * S) + i * S + j) * dout,
+                )
+                product = tl.sum(dout * streams[i].to(tl.float32), 1)
+                new_dcomb = new_dcomb + (dcomb[j * S + i] + product,)
+            dstreams = mixed
         for i in tl.static_range(S):
             at = token * (S * D) + i * D + channels
-            stream = tl.load(streams_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            dstream = tl.zeros([ROWS, 8], tl.float32)
-            for j in tl.static_range(S):
-                dout = douts[j].to(tl.float32)
-                dstream += tl.load(comb_ptr + token * (S * S) + i * S + j) * dout
-                new_dcomb = new_dcomb + (dcomb[i * S + j] + tl.sum(dout * stream, 1),)
-            tl.store(dstreams_ptr + at, _cast(dstream, dstreams_ptr), mask=mask)
+            tl.store(dstreams_ptr + at, _cast(dstreams[i], dstreams_ptr), mask=mask)
+        tl.store(dy_ptr + token * D + channels, _cast(dy, dy_ptr), mask=mask)
         dpost, dcomb = new_dpost, new_dcomb
-    for i in tl.static_range(S):
-        tl.store(dpost_ptr + token * S + i, tl.sum(dpost[i], 0))
-        for j in tl.static_range(S):
-            tl.store(dcomb_ptr + token * (S * S) + i * S + j, tl.sum(dcomb[i * S + j], 0))
+    for j in tl.static_range(S):
+        tl.store(dpost_ptr + token * S + j, tl.sum(dpost[j], 0))
+        for i in tl.static_range(S):
+            tl.store(dcomb_ptr + token * (S * S) + i * S + j, tl.sum(dcomb[j * S + i], 0))
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -206,7 +206,7 @@ def swiglu_backward(
     limit: float,
     *,
     power_of_two: bool,
-    num_warps: int = 16,
+    num_warps: int = 8,
 ) -> SwigluGrads:
     """Everything the backward needs, from z and the gradient of h, without writing h or its
     gradients in bf16. `num_warps` work on each tile of 128 x 128."""
