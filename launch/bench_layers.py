@@ -193,7 +193,8 @@ class Bench:
             except Exception as error:
                 row.failure = f"{type(error).__name__}: {error}"
 
-        with ThreadPoolExecutor(8) as pool:
+        # The packages ask the driver, which has to know the thread's device.
+        with ThreadPoolExecutor(8, initializer=torch.cuda.synchronize) as pool:
             list(pool.map(attempt, pairs))
         self.rows += [row for row, _ in pairs]
         return [(row, make(inputs)) for row, make in pairs if not row.failure]

@@ -188,8 +188,16 @@ def _scales(scale_ptr, block, first, WIDTH: tl.constexpr, COUNT: tl.constexpr, T
     """Of a 128-row block the scales of COUNT channels from `first`: each its own, or the tile's."""
     if TILES:
         scales = tl.load(scale_ptr + block * (WIDTH // 128) + first // 128)
-    else:
+    elif COUNT < 128:
         scales = tl.load(scale_ptr + block * WIDTH + first + tl.arange(0, COUNT))
+    else:
+        # By pairs: a load of fewer elements than there are threads gets the product's layout at
+        # once; a larger one goes through shared memory, with all warps waiting for each other.
+        pairs = (scale_ptr + block * WIDTH + first).to(tl.pointer_type(tl.int64))
+        pair = tl.load(pairs + tl.arange(0, COUNT // 2))
+        low, high = pair.to(tl.int32), (pair >> 32).to(tl.int32)
+        both = tl.join(low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True))
+        scales = tl.reshape(both, [COUNT])
     return scales
 
 
@@ -203,20 +211,16 @@ def _partial(
     first_block = tl.load(start_ptr + expert) // 128
     stop_block = tl.load(start_ptr + expert + 1) // 128
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    # Scales come a step ahead of their product: nothing waits for them after it.
-    left_scale = _scales(left_scale_ptr, first_block, row, A, ROWS, LEFT_TILES)
-    right_scale = _scales(right_scale_ptr, first_block, column, C, COLUMNS, RIGHT_TILES)
     for block in range(first_block, stop_block):
         left = left_desc.load([block * A + row, 0])
         right = right_desc.load([block * C + column, 0])
-        ahead = tl.minimum(block + 1, stop_block - 1)
-        next_left = _scales(left_scale_ptr, ahead, row, A, ROWS, LEFT_TILES)
-        next_right = _scales(right_scale_ptr, ahead, column, C, COLUMNS, RIGHT_TILES)
+        # Asked for before the product, so that nothing waits for them after it.
+        left_scale = _scales(left_scale_ptr, block, row, A, ROWS, LEFT_TILES)
+        right_scale = _scales(right_scale_ptr, block, column, C, COLUMNS, RIGHT_TILES)
         product = tl.dot(left, right.T)
         of_rows = left_scale if LEFT_TILES else left_scale[:, None]
         of_columns = right_scale if RIGHT_TILES else right_scale[None, :]
         total += product * (of_rows * of_columns)
-        left_scale, right_scale = next_left, next_right
     return total
 
 

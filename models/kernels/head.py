@@ -34,10 +34,6 @@ VOCAB_BLOCK = 16384
 """Rows of the weight gradient that are in fp32 at once."""
 _BLOCK = 4096
 """Logits that one program reads at a time."""
-_PROGRAMS = 64
-"""Rows at a time: so many that their logits, which are read twice, fit into the second-level cache
-(V4.1: 0.5 MB a row)."""
-_WARPS = 16
 
 
 def fused_loss(
@@ -121,9 +117,9 @@ def _softmax_grad(logits_CV: Tensor, labels_C: Tensor, grad_CV: Tensor) -> Tenso
     assert grad_CV.is_contiguous(), "the kernel writes whole rows one after another"
     loss_C = torch.empty(num_rows, dtype=torch.float32, device=logits_CV.device)
     if num_rows:
-        _softmax_grad_kernel[(min(num_rows, _PROGRAMS),)](
-            logits_CV, labels_C, loss_C, grad_CV, num_rows, num_logits,
-            IGNORED_LABEL, grad_CV.shape[1] > 0, _BLOCK, num_warps=_WARPS,
+        _softmax_grad_kernel[(num_rows,)](
+            logits_CV, labels_C, loss_C, grad_CV, num_logits,
+            IGNORED_LABEL, grad_CV.shape[1] > 0, _BLOCK, num_warps=8,
         )  # fmt: skip
     return loss_C
 
@@ -133,41 +129,41 @@ def _(logits_CV: Tensor, labels_C: Tensor, grad_CV: Tensor) -> Tensor:
     return logits_CV.new_empty(logits_CV.shape[0], dtype=torch.float32)
 
 
-@triton.jit(do_not_specialize=("num_rows",))
+@triton.jit
 def _softmax_grad_kernel(
-    logits_ptr, labels_ptr, loss_ptr, grad_ptr, num_rows, num_logits,
+    logits_ptr, labels_ptr, loss_ptr, grad_ptr, num_logits,
     IGNORED: tl.constexpr, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Row after row: an online softmax, then the gradient from logits still in the cache."""
+    """One row per program: an online softmax, then the gradient from logits still in the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_ptr + row)
+    is_valid = label != IGNORED
+    logits_ptr += row * num_logits
+    grad_ptr += row * num_logits
     places = tl.arange(0, BLOCK)
-    for row in range(tl.program_id(0).to(tl.int64), num_rows, tl.num_programs(0)):
-        label = tl.load(labels_ptr + row)
-        is_valid = label != IGNORED
-        logits_row = logits_ptr + row * num_logits
-        grad_row = grad_ptr + row * num_logits
-        # One maximum and sum per place: the row is reduced once, at the end.
-        top = tl.full([BLOCK], -1e38, tl.float32)
-        total = tl.zeros([BLOCK], tl.float32)
+    # One maximum and sum per place: the row is reduced once, at the end.
+    top = tl.full([BLOCK], -1e38, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, num_logits, BLOCK):
+        inside = start + places < num_logits
+        logits = tl.load(logits_ptr + start + places, mask=inside, other=float("-inf"))
+        new_top = tl.maximum(top, logits)
+        total = total * tl.exp(top - new_top) + tl.exp(logits - new_top)
+        top = new_top
+    largest = tl.max(top, 0)
+    lse = largest + tl.log(tl.sum(total * tl.exp(top - largest), 0))
+    is_token = (label >= 0) & (label < num_logits)
+    of_label = tl.load(logits_ptr + label, mask=is_token, other=float("nan"))
+    tl.store(loss_ptr + row, tl.where(is_valid, lse - of_label, 0.0))
+    if WITH_GRAD:
         for start in range(0, num_logits, BLOCK):
             inside = start + places < num_logits
-            logits = tl.load(logits_row + start + places, mask=inside, other=float("-inf"))
-            new_top = tl.maximum(top, logits)
-            total = total * tl.exp(top - new_top) + tl.exp(logits - new_top)
-            top = new_top
-        largest = tl.max(top, 0)
-        lse = largest + tl.log(tl.sum(total * tl.exp(top - largest), 0))
-        is_token = (label >= 0) & (label < num_logits)
-        of_label = tl.load(logits_row + label, mask=is_token, other=float("nan"))
-        tl.store(loss_ptr + row, tl.where(is_valid, lse - of_label, 0.0))
-        if WITH_GRAD:
-            for start in range(0, num_logits, BLOCK):
-                inside = start + places < num_logits
-                logits = tl.load(logits_row + start + places, mask=inside, other=float("-inf"))
-                grad = tl.exp(logits - lse) - tl.where(start + places == label, 1.0, 0.0)
-                grad = tl.where(is_valid, grad, 0.0)
-                if grad_ptr.dtype.element_ty == tl.bfloat16:
-                    grad = to_bf16(grad)
-                tl.store(grad_row + start + places, grad, mask=inside)
+            logits = tl.load(logits_ptr + start + places, mask=inside, other=float("-inf"))
+            grad = tl.exp(logits - lse) - tl.where(start + places == label, 1.0, 0.0)
+            grad = tl.where(is_valid, grad, 0.0)
+            if grad_ptr.dtype.element_ty == tl.bfloat16:
+                grad = to_bf16(grad)
+            tl.store(grad_ptr + start + places, grad, mask=inside)
 
 
 def _check(x_ND: Tensor, weight_VD: Tensor) -> None:
