@@ -130,6 +130,34 @@ def residuals(
     return run(seeds=seeds or (1, 2), steps=steps, out=out)
 
 
+@app.command
+def kernels(
+    *overrides: str,
+    steps: int = 200,
+    config: Path | None = None,
+    out: Path = Path("docs/bench/kernel-losses.json"),
+) -> int:
+    """Trains four layers with the references, with kernels, with FP8: how their losses compare.
+
+    Gives 1 if a run fails, or kernels are farther from the references than another seed is.
+
+    Parameters
+    ----------
+    overrides
+        section.key=value, in the place of the four layers at full width.
+    steps
+        Steps of each run, 40 at least.
+    config
+        File to start from; default: launch/configs/v41-proxy-8.toml.
+    out
+        JSON file to write.
+    """
+    from ppruntime.launch import bench_kernel_losses as bench
+
+    chosen = overrides or bench.FOUR_LAYERS
+    return bench.run(steps=steps, overrides=chosen, config=config or bench.CONFIG, out=out)
+
+
 def _module(name: str, arguments: tuple[str, ...]) -> int:
     """In a process of its own, since these benches start themselves again, once a rank."""
     return subprocess.call([sys.executable, "-m", f"ppruntime.launch.{name}", *arguments])

@@ -11,11 +11,13 @@ WORKERS = 12
 FORWARD_TILES = ((64, 128, 4, 3, 16), (64, 128, 4, 4, 16), (128, 128, 8, 4, 8), (64, 128, 4, 3, 8))
 WEIGHT_GRAD_TILES = (
     (64, 128, 4, 4, 16, True),
-    (64, 128, 4, 4, 72, True),
-    (64, 128, 4, 3, 8, True),
-    (128, 128, 8, 4, 8, True),
+    (64, 128, 4, 3, 16, True),
+    (64, 128, 4, 3, 16, True, 168),
+    (64, 128, 4, 3, 36, True, 168),
+    (128, 128, 8, 3, 16, True),
 )
-"""Rows, columns, warps, stages, row blocks of a group; whether the accumulator is prefetched."""
+"""Rows, columns, warps, stages, row blocks of a group; whether the accumulator is prefetched; a
+thread's registers at the most."""
 
 
 def tiles_of(choices: Sequence[Any]) -> Iterator[Any]:
@@ -153,4 +155,5 @@ def routings() -> dict[str, tuple[int, Any]]:
 
 def tile_text(tile: Any) -> str:
     text = f"{tile.rows}x{tile.columns} w{tile.num_warps} s{tile.num_stages} g{tile.group}"
-    return f"{text} prefetch" if tile.prefetch else text
+    text = f"{text} prefetch" if tile.prefetch else text
+    return f"{text} r{tile.max_registers}" if tile.max_registers else text

@@ -47,6 +47,8 @@ class Tile:
     """Row blocks that share their columns' operand in the second-level cache."""
     prefetch: bool = False
     """Weight gradient only: the accumulator's tile comes into the cache during the products."""
+    max_registers: int | None = None
+    """A thread's at the most; fewer than it would take leave room for more programs."""
 
 
 FORWARD_TILE = Tile()
@@ -164,7 +166,7 @@ def grouped_gemm(
             TensorDescriptor.from_tensor(y_PO, [tile.rows, tile.columns]),
             x.scale, weights.scale, layout.expert_B, layout.start_E1, layout.count_E, num_rows,
             outs, ins, tile.rows, tile.columns, tile.group,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
         )  # fmt: skip
     return y_PO
 
@@ -336,5 +338,5 @@ def grouped_weight_grad(
         left_width, right_width, tile.rows, tile.columns, tile.group,
         left.scale.shape[1] != left_width, right.scale.shape[1] != right_width, len(micro_batches),
         turned, tile.prefetch,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
     )  # fmt: skip
