@@ -186,7 +186,7 @@ def _read(
         squares = projected.new_empty(shares, num_tokens)
         kernels.project_kernel[(-(-num_tokens // tokens), shares)](
             streams, None if mix is None else mix.contiguous(), _parts(weight, streams), z,
-            partial, squares, num_tokens, num_streams, width, 3 * num_coefficients,
+            partial, squares, num_tokens, 1.0, num_streams, width, 3 * num_coefficients,
             *_low_and_high(3 * num_coefficients), tokens, channels, _SHARE,
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip

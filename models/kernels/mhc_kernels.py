@@ -102,12 +102,16 @@ def split_kernel(weight_ptr, parts_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit(do_not_specialize=SIZES)
 def project_kernel(
-    streams_ptr, mix_ptr, parts_ptr, z_ptr, partial_ptr, squares_ptr, num_tokens,
+    streams_ptr, mix_ptr, parts_ptr, z_ptr, partial_ptr, squares_ptr, num_tokens, one,
     S: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Some tokens, SHARE channels of each stream: their part of the products with the ROWS parts of
-    the weights and of the sum of squares, and with a mix their collapse."""
+    the weights and of the sum of squares, and with a mix their collapse.
+
+    `one` is 1.0. A product that only goes into the next one would run on while the next steps'
+    streams are loaded, and Triton 3.6 has them written over those that it still reads, because the
+    squares read them too; what is multiplied first is waited for."""
     tokens = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     inside = tokens < num_tokens
     low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)
@@ -131,12 +135,12 @@ def project_kernel(
             weights + low[None, :] * (S * D),
             mask=in_row[:, None] & (low < ROWS)[None, :], other=0.0,
         )  # fmt: skip
-        acc_low = tl.dot(_operand(x), _operand(weight), acc_low, input_precision="ieee")
+        acc_low += one * tl.dot(_operand(x), _operand(weight), input_precision="ieee")
         weight = tl.load(
             weights + high[None, :] * (S * D),
             mask=in_row[:, None] & (high < ROWS)[None, :], other=0.0,
         )  # fmt: skip
-        acc_high = tl.dot(_operand(x), _operand(weight), acc_high, input_precision="ieee")
+        acc_high += one * tl.dot(_operand(x), _operand(weight), input_precision="ieee")
         wide = x.to(tl.float32)
         squares += wide * wide
         if mix_ptr is not None:

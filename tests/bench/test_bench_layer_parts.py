@@ -39,3 +39,23 @@ def test_on_a_cpu_every_variant_that_runs_there_is_timed_and_agrees(tmp_path, ca
     assert rows["engram gate", "reference"]["backward"] == 8 * 64 * 2 * 22
     assert rows["engram rows", "routes"]["errors"] == [0.0]
     assert "x floor" in capsys.readouterr().out
+
+
+def test_variants_are_compared_on_the_same_inputs_and_gradients(tmp_path, monkeypatch):
+    """Each variant had gradients of its own once: every distance was the square root of two."""
+    monkeypatch.setattr(bench_layer_parts, "_kernels", lambda _: ("reference", "reference"))
+    out = tmp_path / "parts.json"
+    arguments = ["--device", "cpu", "--model", "tiny", "--tokens", "8", "--repetitions", "1"]
+    assert bench_layer_parts.main(["--out", str(out), *arguments]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    twice = [row for row in rows if row["part"] not in ("head", "engram rows")]
+    assert len(twice) == 8
+    assert all(max(row["errors"]) == 0 for row in twice)
+
+
+def test_a_variant_that_is_far_off_has_failed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_layer_parts, "FARTHEST", -1.0)
+    out = tmp_path / "parts.json"
+    arguments = ["--device", "cpu", "--model", "tiny", "--tokens", "8", "--repetitions", "1"]
+    assert bench_layer_parts.main(["--out", str(out), *arguments]) == 1
+    assert "from the first variant's" in capsys.readouterr().out

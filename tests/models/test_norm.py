@@ -94,7 +94,9 @@ def test_rows_that_lie_apart_and_a_recomputation_have_the_same_bits():
 
 
 def test_other_dtypes_are_refused_with_a_reason():
-    with pytest.raises(ValueError, match=r"the weight is torch\.float64; the kernel takes bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"the weight is torch\.float64; the kernel takes bfloat16"
+    ):
         kernel.rms_norm(torch.ones(2, 4), torch.ones(4, dtype=torch.float64), 1e-6)
 
 
