@@ -1,9 +1,9 @@
 """`ppruntime bench kernels`: the same training with the readable references and with kernels.
 
 One process a run, four layers at full width (window, both ratios, reuse, an Engram), on the Python
-library's text: the references, every kernel in bf16, also FP8 products, and the references once more
-from other weights and data. What the last run differs by is the noise that the others' difference
-is held against.
+library's text: the references, every kernel in bf16, also FP8 products, and the references once
+more from other weights and data. What the last run differs by is the noise that the others'
+difference is held against.
 """
 
 from __future__ import annotations

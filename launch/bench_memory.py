@@ -3,8 +3,9 @@
 One process trains the same pipeline rank again and again, once a knob: an order that keeps
 `--in-flight` micro-batches in flight, as the first rank of a pipeline would. For every knob the
 median step time and the peak of allocated and reserved device memory stand beside those without;
-losses tell that exact knobs are exact. First the copies themselves are timed, in both directions at
-once, while a matmul runs. On the CPU, for a look at the bench itself, memory is not measured.
+losses tell that exact knobs are exact. A knob whose run fails, as for lack of memory, says why.
+First the copies themselves are timed, in both directions at once, while a matmul runs. On the CPU,
+for a look at the bench itself, memory is not measured.
 """
 
 from __future__ import annotations
@@ -120,9 +121,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 row = measure(name, (*base, *KNOBS[name]), options.config, ranks, options.steps)
                 rows.append(row)
                 print(row.text(rows[0]), flush=True)
+                if row.failure:
+                    print(row.failure, file=sys.stderr, flush=True)
+                _write(options.out, rows, copies)  # a run that is cut short leaves what it has
         finally:
             leave()
-            _write(options.out, rows, copies)
     return int(any(row.failure for row in rows))
 
 

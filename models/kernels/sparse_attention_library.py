@@ -5,8 +5,8 @@ The same function as in sparse_attention.py beside this file, behind the same op
 of 512 channels and a Hopper. Neither package knows of rotations or of batches:
 
 - a batch is one long sequence, each row's slots moved by the keys of the rows before;
-- the output is turned back in place after the forward; the backward turns a copy of its gradient
-  forth again (1.07 GB moved for 8,192 tokens), and the output itself for as long as it is read.
+- the output is turned back in place after the forward; the backward turns it and its gradient
+  forth again for as long as they are read.
 
 Unlike the own kernels, a slot of N or more is an empty one, and the keys' gradient is summed by
 fp32 atomic adds in bf16's precision at the end: it is not bitwise from run to run.
@@ -102,16 +102,15 @@ def run_backward(
     lse_BTH: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, keys and sink, each in its tensor's dtype."""
-    from ppruntime.models.kernels.rope import rotate
-
-    if rotation is not None:
-        dout_BTHK = rotate(dout_BTHK, rotation)
-    with _as_it_was(out_BTHK, rotation):
+    dout_BTHK = dout_BTHK.contiguous()
+    if dout_BTHK.data_ptr() == out_BTHK.data_ptr():  # which would be turned twice
+        dout_BTHK = dout_BTHK.clone()
+    with _as_it_was(out_BTHK, rotation), _as_it_was(dout_BTHK, rotation):
         found = _dsa().sparse_attention_backward_wrapper(
             q_BTHK.contiguous().flatten(0, 1),
             keys_BNK.contiguous().flatten(0, 1),
             out_BTHK.flatten(0, 1),
-            dout_BTHK.contiguous().flatten(0, 1),
+            dout_BTHK.flatten(0, 1),
             lse_BTH.flatten(0, 1),
             sink_H.float().contiguous(),
             _flat_slots(slots_BTW, keys_BNK.shape[1], 1),
@@ -123,9 +122,9 @@ def run_backward(
 
 @contextmanager
 def _as_it_was(out_BTHK: Tensor, rotation: Rotation | None) -> Iterator[None]:
-    """Inside, the output lies there as before it was turned: its last channels are turned forth
-    where they lie, and afterwards they are what they were, to the bit. A turned copy would move
-    1.07 GB, this 0.40 (8,192 tokens)."""
+    """Inside, an output or its gradient is as before the output was turned: its last channels are
+    turned forth where they lie, and afterwards they are what they were, to the bit, for whoever
+    else holds the tensor. A turned copy would move 1.07 GB, this 0.40 (8,192 tokens)."""
     from ppruntime.models.kernels.rope import turn_
 
     if rotation is None:

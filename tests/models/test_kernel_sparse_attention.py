@@ -643,6 +643,33 @@ def test_the_packages_get_what_they_want_and_their_results_become_the_references
         case.kernel(library=True, deterministic=True)
 
 
+@interpreted
+@pytest.mark.parametrize("is_output", [False, True])
+def test_the_packages_backward_leaves_the_output_and_its_gradient_as_they_were(
+    is_output, monkeypatch
+):
+    """It turns both where they lie. Others may hold them: the output's next reader does."""
+    monkeypatch.setattr(sparse_attention_library, "_flash_mla", lambda: DocumentedPackages)
+    monkeypatch.setattr(sparse_attention_library, "_dsa", lambda: DocumentedPackages)
+    case = Case(batch=2, queries=3, pairs=16)
+    inputs = [x.clone().requires_grad_() for x in (case.q, case.keys, case.sink)]
+
+    def attend():
+        return kernels.sparse_attention(
+            *inputs[:2], case.slots, inputs[2], case.rotation, library=True
+        )
+
+    out = attend()
+    dout = out.detach() if is_output else case.dout
+    expected = torch.autograd.grad(attend(), inputs, dout.clone())
+    before = out.detach().clone(), dout.clone(), out._version, dout._version
+    found = torch.autograd.grad(out, inputs, dout)
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(out, before[0])
+    assert torch.equal(dout, before[1])
+    assert (out._version, dout._version) == before[2:]
+
+
 @gpu
 @pytest.mark.parametrize(
     "sizes",
