@@ -38,6 +38,10 @@ ALONE = ("pp.size=1", "train.num_micro_batches=4")
 
 ROUNDED = {"FP8 rows", "deep_ep in chunks"}
 """Rows in FP8: that changes numerics."""
+# Of the loss and of the gradient's norm, each step. The rate is high, so one update later rounded
+# rows have led elsewhere: over gloo on a CPU by 4e-4 and 4e-3, then by 4e-3 and 5e-2.
+BOUNDS = ((5e-3, 0.05), (5e-3, 0.05))
+ROUNDED_BOUNDS = ((2e-3, 0.02), (2e-2, 0.15))
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +69,8 @@ def test_two_gpus_with_half_of_the_experts_each_train_as_one_does(
     more = (*WIDE, f"moe.compute.backend={backend}", f"ac.mode={mode}")
     told = run_ranks(2, train, str(tmp_path), (*more, *SPREAD, *WAYS[way]), timeout_seconds=300)
     assert [code for code, _, _ in told] == [0, 0], told
-    for step, other in zip(read_metrics(tmp_path / "metrics.jsonl"), alone(*more), strict=True):
-        assert step.loss == pytest.approx(other.loss, rel=1e-2 if way in ROUNDED else 5e-3)
-        assert step.grad_norm == pytest.approx(other.grad_norm, rel=0.05)
+    bounds = ROUNDED_BOUNDS if way in ROUNDED else BOUNDS
+    steps = read_metrics(tmp_path / "metrics.jsonl"), alone(*more), bounds
+    for step, other, (of_loss, of_norm) in zip(*steps, strict=True):
+        assert step.loss == pytest.approx(other.loss, rel=of_loss)
+        assert step.grad_norm == pytest.approx(other.grad_norm, rel=of_norm)
