@@ -17,10 +17,11 @@ from ppruntime.calibration import (
     unit_type,
 )
 from ppruntime.config import Config
-from ppruntime.kernel_records import Kernels
+from ppruntime.kernel_records import Kernels, PartTimes
 from ppruntime.memory import gradient_bytes
 from ppruntime.models.dims import (
     ModelDims,
+    Role,
     UnitKind,
     UnitSpec,
     boundary_bytes,
@@ -36,6 +37,8 @@ MODES = ("none", "full")
 
 _ATTENTION_HELD = 2.2e9
 """Assumed bytes that an attention half keeps of 8,192 tokens when nothing is recomputed."""
+_STREAMS = 4
+"""Residual streams of the bench's mHC."""
 _INDEX_SHARE = 0.25
 """Assumed share of the bf16 rate at which index scores and their top-k run."""
 
@@ -188,6 +191,8 @@ def _forward_pieces(config: Config, spec: UnitSpec, kernels: Kernels) -> tuple[P
         )
         matmul -= 2.0 * dims.experts_per_token * 3 * dims.hidden_size * dims.expert_width
         pieces.append(_dispatch(config, kernels))
+    elif spec.kind is UnitKind.ATTENTION and (half := _half(dims, spec, tokens, kernels)):
+        return (half, *_engram(config, spec, kernels))
     elif spec.kind is UnitKind.ATTENTION:
         slots = round(flops.attention / (4.0 * dims.num_heads * dims.head_dim))
         pieces.append(_core(slots, tokens, kernels))
@@ -196,17 +201,77 @@ def _forward_pieces(config: Config, spec: UnitSpec, kernels: Kernels) -> tuple[P
             source = f"index scores and top-k at {_INDEX_SHARE:.0%} of the bf16 rate"
             pieces.append(Piece("indexer", seconds, 0.0, 0.0, Origin.ASSUMED, source))
         if spec.engram_parameters:
-            rows = tokens * (dims.engram_max_order - 1) * dims.engram_heads * dims.engram_head_dim
-            seconds = 2 * rows / IB_BYTES_PER_S
-            source = "bf16 table rows over InfiniBand at 46 GB/s, nothing hidden"
-            pieces.append(Piece("engram lookups", seconds, seconds, 0.0, Origin.ASSUMED, source))
+            pieces.append(_lookups(dims, tokens))
+    elif spec.kind is UnitKind.HEAD and "head" in kernels.parts:
+        return (_measured("head", kernels.parts["head"], tokens),)
     if matmul > 0 and spec.kind is not UnitKind.EMBED:
         seconds = matmul * tokens / kernels.bf16_flops
         source = f"FLOPs at the measured bf16 rate, {kernels.bf16_flops / 1e12:.0f} TFLOP/s"
         pieces.append(Piece("dense", seconds, seconds, seconds, Origin.MODELLED, source))
-    if spec.layer is not None:
+    if spec.layer is not None and "mhc" in kernels.parts and dims.num_streams == _STREAMS:
+        pieces.append(_measured("streams and norms", kernels.parts["mhc"], tokens))
+    elif spec.layer is not None:
         pieces.append(_streams(dims, tokens, kernels))
     return tuple(pieces)
+
+
+def _half(dims: ModelDims, spec: UnitSpec, tokens: int, kernels: Kernels) -> Piece | None:
+    """The whole half as the bench ran it, without an Engram; None where no row is like it.
+
+    Halves that reuse keys were measured at ratio 1 alone. At another ratio they read as many slots,
+    of a shorter list: the same time, but not the same half.
+    """
+    assert spec.layer is not None
+    ratio = dims.compress_ratios[spec.layer]
+    kind = f"Full ratio {ratio}" if spec.role is Role.FULL else str(spec.role).capitalize()
+    kind = "SWA" if spec.role is Role.SWA else kind
+    part = kernels.halves.get(kind)
+    if part is None or part.tokens != tokens:
+        return None
+    is_like = ratio <= 1 or spec.role is Role.FULL
+    note = "" if is_like else f", taken for ratio {ratio}"
+    return _measured("attention half", part, tokens, note)
+
+
+def _measured(name: str, part: PartTimes, tokens: int, note: str = "") -> Piece:
+    """A part that was measured as a whole; by tokens where there are others."""
+    scale = tokens / part.tokens
+    if scale != 1:
+        note += f", x {scale:.3g} by tokens"
+    return Piece(
+        name,
+        scale * part.forward_s,
+        scale * part.input_grad_s,
+        scale * part.weight_grad_s,
+        Origin.MODELLED if note else Origin.MEASURED,
+        part.source + note,
+    )
+
+
+def _engram(config: Config, spec: UnitSpec, kernels: Kernels) -> tuple[Piece, ...]:
+    """What an Engram adds to a half that was measured without: lookups, projection, gate."""
+    if not spec.engram_parameters:
+        return ()
+    dims = config.model.dims
+    tokens = config.train.micro_batch_size * config.train.seq_len
+    rows = (dims.engram_max_order - 1) * dims.engram_heads * dims.engram_head_dim
+    products = 2.0 * rows * (dims.num_streams + 1) * dims.hidden_size * tokens
+    seconds = products / kernels.bf16_flops
+    source = f"FLOPs at the measured bf16 rate, {kernels.bf16_flops / 1e12:.0f} TFLOP/s"
+    pieces = [
+        _lookups(dims, tokens),
+        Piece("engram projection", seconds, seconds, seconds, Origin.MODELLED, source),
+    ]
+    if "engram gate" in kernels.parts:
+        pieces.append(_measured("engram gate", kernels.parts["engram gate"], tokens))
+    return tuple(pieces)
+
+
+def _lookups(dims: ModelDims, tokens: int) -> Piece:
+    rows = tokens * (dims.engram_max_order - 1) * dims.engram_heads * dims.engram_head_dim
+    seconds = 2 * rows / IB_BYTES_PER_S
+    source = "bf16 table rows over InfiniBand at 46 GB/s, nothing hidden"
+    return Piece("engram lookups", seconds, seconds, 0.0, Origin.ASSUMED, source)
 
 
 def _dispatch(config: Config, kernels: Kernels) -> Piece:

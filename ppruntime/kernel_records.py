@@ -36,6 +36,17 @@ class ExpertTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class PartTimes:
+    """Seconds of a part of a unit, measured as a whole at `tokens` tokens."""
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    tokens: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """What the benches say. Rates are of one GPU."""
 
@@ -44,6 +55,11 @@ class Kernels:
     """By slots a query sees: (forward, backward) at `attention_tokens` tokens."""
     attention_tokens: int
     attention_samples: int
+    halves: Mapping[str, PartTimes]
+    """Whole attention halves with the residual's mHC, by the bench's name of the kind; each by the
+    fastest kernels that ran."""
+    parts: Mapping[str, PartTimes]
+    """Our kernels for mhc, head and engram gate, by the bench's names; not every record has all."""
     bf16_flops: float
     memory_bytes_per_s: float
     """Read and written, in a copy."""
@@ -55,18 +71,19 @@ class Kernels:
 
 
 def read_kernels(folder: Path) -> Kernels:
-    """From moe-experts, layers-attention and transports .json. Raises ProjectionError if one of
-    them is not there or lacks a row."""
+    """From moe-experts, layers-attention, layers-halves, layer-parts and transports .json. Raises
+    ProjectionError if one of them is not there or lacks a row."""
     try:
-        moe, layers, moved = (
-            json.loads((folder / f"{name}.json").read_text())
-            for name in ("moe-experts", "layers-attention", "transports")
-        )
+        names = ("moe-experts", "layers-attention", "layers-halves", "layer-parts", "transports")
+        records = [json.loads((folder / f"{name}.json").read_text()) for name in names]
+        moe, layers, halves, parts, moved = records
         return Kernels(
             experts=_experts(moe),
             attention_s=_attention(layers),
             attention_tokens=layers["tokens"],
             attention_samples=min(len(row["milliseconds"]) for row in layers["rows"]),
+            halves=_halves(halves),
+            parts=_parts(parts),
             bf16_flops=min(
                 1e12 * _median(moved, "bf16 matmul alone", "no transfer", 0),
                 1e12 * layers["matmul_teraflops"],
@@ -77,7 +94,7 @@ def read_kernels(folder: Path) -> Kernels:
             },
             interference={kind: _interference(moved, kind) for kind in ("nccl", "put")},
             device=moe["device"],
-            dates=tuple(record["date"][:10] for record in (moe, layers, moved)),
+            dates=tuple(record["date"][:10] for record in records),
         )
     except (OSError, KeyError, ValueError, StopIteration) as error:
         raise ProjectionError(
@@ -134,6 +151,47 @@ def _attention(record: Mapping[str, Any]) -> dict[int, tuple[float, float]]:
         key = (row["part"], row["slots"])
         best[key] = min(best.get(key, float("inf")), row["median"] / 1e3)
     return {slots: (best["forward", slots], best["backward", slots]) for _, slots in best}
+
+
+def _halves(record: Mapping[str, Any]) -> dict[str, PartTimes]:
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for line in record["lines"]:
+        if line["part"] == "attention half" and line["median"] is not None:
+            times = found.setdefault((line["kind"], line["backend"]), {})
+            times[line["phase"]] = line["median"] / 1e3
+    best: dict[str, PartTimes] = {}
+    for (kind, backend), times in found.items():
+        part = PartTimes(
+            times["forward"],
+            times["input gradient"],
+            times["weight gradients"],
+            record["tokens"],
+            f"layers-halves.json, {kind}, {backend}",
+        )
+        if kind not in best or _together(part) < _together(best[kind]):
+            best[kind] = part
+    return best
+
+
+def _together(part: PartTimes) -> float:
+    return part.forward_s + part.input_grad_s + part.weight_grad_s
+
+
+def _parts(record: Mapping[str, Any]) -> dict[str, PartTimes]:
+    def seconds(row: Mapping[str, Any], name: str) -> float:
+        return float(median(row["milliseconds"][name])) / 1e3
+
+    return {
+        row["part"]: PartTimes(
+            seconds(row, "forward"),
+            seconds(row, "input_grad"),
+            seconds(row, "weight_grad"),
+            record["head_tokens" if row["part"] == "head" else "tokens"],
+            f"layer-parts.json, {row['part']}",
+        )
+        for row in record["rows"]
+        if row["variant"] == "triton" and not row["failure"]
+    }
 
 
 def _median(record: Mapping[str, Any], metric: str, kind: str, num_bytes: int = _LARGE) -> float:

@@ -44,11 +44,40 @@ def test_measured_pieces_are_the_benches_rows_and_the_rest_says_what_it_is():
     assert whole == pytest.approx(min(rows["ep8", "fwd + bwd", name] for name in names))
     assert moe["dense"].origin is Origin.MODELLED
     assert moe["dispatch"].origin is Origin.MODELLED
+    assert moe["streams and norms"].origin is Origin.MEASURED
     attention = unit_pieces(config, specs["layers.24.attn"], "full", KERNELS)
-    origins = {p.name: p.origin for p in attention}
-    assert origins["attention"] is Origin.MEASURED
-    assert origins["indexer"] is Origin.ASSUMED
-    assert origins["attention, again"] is Origin.MEASURED
+    assert [(p.name, p.origin) for p in attention] == [
+        ("attention half", Origin.MEASURED),
+        ("attention half, again", Origin.MEASURED),
+    ]
+    lines = json.loads((BENCH / "layers-halves.json").read_text())["lines"]
+    sums: dict[str, float] = {}
+    for line in lines:
+        if (line["part"], line["kind"]) == ("attention half", "Reindex"):
+            sums[line["backend"]] = sums.get(line["backend"], 0.0) + line["median"]
+    half = attention[0]
+    assert 1e3 * (half.forward_s + half.input_grad_s + half.weight_grad_s) == pytest.approx(
+        min(sums.values())
+    )
+    assert half.source.endswith(min(sums, key=lambda name: sums[name]))
+
+
+def test_a_half_that_was_measured_at_another_ratio_is_modelled_and_says_so():
+    config = run()
+    specs = {spec.name: spec for spec in unit_specs(config.model.dims)}
+    (reuse,) = unit_pieces(config, specs["layers.3.attn"], "none", KERNELS)
+    assert reuse.origin is Origin.MODELLED
+    assert reuse.source.endswith("taken for ratio 2")
+    found = unit_pieces(config, specs["layers.14.attn"], "none", KERNELS)
+    assert {p.name: p.origin for p in found} == {
+        "attention half": Origin.MEASURED,
+        "engram lookups": Origin.ASSUMED,
+        "engram projection": Origin.MODELLED,
+        "engram gate": Origin.MEASURED,
+    }
+    (head,) = unit_pieces(config, specs["head"], "none", KERNELS)
+    assert head.origin is Origin.MODELLED
+    assert head.source == "layer-parts.json, head, x 0.5 by tokens"
 
 
 def _moe():
@@ -57,9 +86,13 @@ def _moe():
 
 def test_another_length_is_no_measurement():
     config = run("train.seq_len=4096")
-    spec = next(s for s in unit_specs(config.model.dims) if s.name == "layers.5.moe")
-    origins = {p.name: p.origin for p in unit_pieces(config, spec, "none", KERNELS)}
-    assert origins["experts"] is Origin.MODELLED
+    specs = {spec.name: spec for spec in unit_specs(config.model.dims)}
+    moe = {p.name: p.origin for p in unit_pieces(config, specs["layers.5.moe"], "none", KERNELS)}
+    assert moe["experts"] is Origin.MODELLED
+    found = unit_pieces(config, specs["layers.24.attn"], "full", KERNELS)
+    origins = {p.name: p.origin for p in found}
+    assert origins["attention"] is origins["attention, again"] is Origin.MODELLED
+    assert origins["indexer"] is Origin.ASSUMED
 
 
 def test_a_row_has_batch_gpus_shares_and_an_interval_that_holds_it():
@@ -80,7 +113,7 @@ def test_a_row_has_batch_gpus_shares_and_an_interval_that_holds_it():
         assert row.job.num_gpus == 1536
         assert row.job.global_batch_tokens == 48 * 8192 * 96
         assert sum(row.shares.values()) == pytest.approx(1)
-        assert 0.2 < row.shares[Origin.MEASURED] < 0.8
+        assert 0.4 < row.shares[Origin.MEASURED] < 0.9
         assert row.low_s < row.simulation.pace.step_s < row.high_s
     assert rows[0].simulation.pace.mfu < rows[1].simulation.pace.mfu  # nccl slows compute down
 
