@@ -18,8 +18,8 @@ Bytes per unit of V4.1 at N = 8,192 tokens in bf16 (streams 335.5 MB, one of wid
 
 Were `write` and the next unit's `read` one pass, it would be 0.84 and 1.26 GB: that needs the next
 unit's weights in this one, which units that are cut, sharded and recomputed one by one do not have.
-Mixed in `read`'s backward, the gradient would be written once, 0.34 GB less: but there four streams'
-gradients and a product want registers at once, and it was slower by more than that.
+Mixed in `read`'s backward, the gradient would be written once, 0.34 GB less: but there gradients of
+four streams and a product want registers at once, and it was slower by more than that.
 
 For the backward stay z, y, the projection, two rms and the coefficients: 168 MB + 1.6 MB; V4, whose
 mix is its own coefficients, reads the streams once more in either direction.
