@@ -53,8 +53,9 @@ class Tile:
 
 FORWARD_TILE = Tile()
 """Best on H200 (Triton 3.6) of those in docs/bench/moe-experts.json, as programs that stay."""
-WEIGHT_GRAD_TILE = Tile(num_stages=4, prefetch=True)
-"""Best there too, one program per tile: two on a multiprocessor hide each other's accumulator."""
+WEIGHT_GRAD_TILE = Tile(num_stages=3, prefetch=True, max_registers=168)
+"""Best there too, one program per tile: three on a multiprocessor hide each other's accumulator, for
+which a few registers are spilled."""
 
 
 class WeightGradOperands(NamedTuple):
@@ -338,5 +339,7 @@ def grouped_weight_grad(
         left_width, right_width, tile.rows, tile.columns, tile.group,
         left.scale.shape[1] != left_width, right.scale.shape[1] != right_width, len(micro_batches),
         turned, tile.prefetch,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        # Programs that stay are two on a multiprocessor, whatever they take.
+        maxnreg=tile.max_registers if gemm_sms is None else None,
     )  # fmt: skip

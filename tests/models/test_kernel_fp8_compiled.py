@@ -66,7 +66,10 @@ def _compile_all():
         )
     for kernel in (*products, *passes):
         print(kernel)
-        assert kernel.spills == 0, kernel
+        # Fewer registers than it would take: docs/bench/moe-experts.json has it faster so, with
+        # Triton 3.6 and its 74 spills.
+        allowed = 150 if kernel.name == "_grouped_weight_grad" else 0
+        assert kernel.spills <= allowed, kernel
         assert kernel.narrow_accesses == 0, kernel
     for kernel in products:
         assert kernel.matrix_instructions > 0, kernel
