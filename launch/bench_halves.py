@@ -212,6 +212,7 @@ class Bench:
                 AttentionOp.ROPE: Backend.TRITON,
                 AttentionOp.GROUPED_OUTPUT: Backend.LIBRARY,
                 AttentionOp.NORM: Backend.TRITON,
+                AttentionOp.COMPRESSOR: Backend.LIBRARY,
             }
             reasons = (unavailable_reason(op, wanted[op], self.target) for op in case.ops)
             reason = next((r for r in reasons if r is not None), None)
@@ -222,6 +223,7 @@ class Bench:
                 rope=chosen[AttentionOp.ROPE],
                 grouped_output=chosen[AttentionOp.GROUPED_OUTPUT],
                 norm=chosen[AttentionOp.NORM],
+                compressor=chosen[AttentionOp.COMPRESSOR],
             )
             yield name, choice if reason is None else reason
 

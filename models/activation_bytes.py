@@ -44,6 +44,7 @@ def saved_bytes(
     mhc: str = "reference",
     engram: str = "reference",
     attention_kernel: bool = False,
+    wide_products: bool = False,
 ) -> int:
     """What autograd saves in one unit for `batch` sequences of `seq_len` tokens, each piece of
     memory once; parameters, token data and the carry that comes in and goes out not counted.
@@ -52,8 +53,9 @@ def saved_bytes(
     loss by its name in `head.head_loss`, `mhc` the residual's in `residual.residual`, `engram` the
     gate's in `engram_kernels.engram_kernels`, "auto" apart.
     `attention_kernel`: sparse attention is the op of its kernels, whatever computes it.
+    `wide_products`: compressors' fp32 products need no fp32 copy of their input.
     """
-    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype], mhc, engram)
+    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype], mhc, engram, wide_products)
     match spec.kind:
         case UnitKind.EMBED:
             return 0
@@ -149,6 +151,7 @@ class _Run:
     item: int
     mhc: str = "reference"
     engram: str = "reference"
+    wide_products: bool = False
 
     @property
     def tokens(self) -> int:
@@ -162,6 +165,11 @@ class _Run:
     def copy(self, numel: int) -> int:
         """Bytes of a widened copy of `numel` elements; in fp32 there is none."""
         return _FP32 * numel if self.is_low else 0
+
+    @property
+    def compressed(self) -> int:
+        """Bytes of the copy of a compressor's input."""
+        return 0 if self.wide_products else self.copy(self.tokens * self.dims.hidden_size)
 
     @property
     def streams(self) -> int:
@@ -330,7 +338,7 @@ def _compressor_v41(run: _Run, ratio: int) -> int:
     total = _norm(run, entries, dims.head_dim) + _rope(run, entries)
     if ratio > 1:
         pooled = entries * ratio
-        total += run.copy(run.tokens * dims.hidden_size)
+        total += run.compressed
         total += 2 * _INT64 * pooled + 2 * _FP32 * pooled * dims.head_dim
     return total
 
@@ -346,7 +354,7 @@ def _compressor_v4(run: _Run, ratio: int, *, overlaps: bool, width: int | None =
         return 0
     pooled = entries * ratio * (2 if overlaps else 1)
     return (
-        run.copy(run.tokens * dims.hidden_size)
+        run.compressed
         + 2 * _INT64 * pooled
         + (_BOOL * entries if overlaps else 0)
         + 2 * _FP32 * pooled * width

@@ -21,12 +21,12 @@ from ppruntime.models.index_loss import Attended, Scoring, index_loss
 from ppruntime.models.indexer import Indexer
 from ppruntime.models.linear import GroupedLinear, Linear
 from ppruntime.models.norm import RMSNorm
-from ppruntime.models.precision import holder_dtype, widened
+from ppruntime.models.precision import holder_dtype
 from ppruntime.models.quantize import CacheFormat, through_cache
 from ppruntime.models.rope import Rope, Rotation
 
 
-class Compressor(nn.Module):
+class Compressor(UsesKernels):
     """Tokens -> compressed entries, before rotation.
 
     Ratio 1 is a projection. Above, the tokens of a group are averaged per channel with softmax
@@ -54,9 +54,9 @@ class Compressor(nn.Module):
         if self.ratio == 1:
             latent_BCK: Tensor = self.norm(self.value(x_BTD))
             return latent_BCK
-        wide_BTD = widened(x_BTD)
-        values_BCRK = take_rows(self.value(wide_BTD), places_BCR)
-        weights_BCRK = take_rows(self.gate(wide_BTD), places_BCR).softmax(2)
+        values_BTK, gates_BTK = self.kernels.wide_products((self.value, self.gate), x_BTD)
+        values_BCRK = take_rows(values_BTK, places_BCR)
+        weights_BCRK = take_rows(gates_BTK, places_BCR).softmax(2)
         pooled_BCK = (weights_BCRK * values_BCRK).sum(2).to(x_BTD.dtype)
         normed_BCK: Tensor = self.norm(pooled_BCK)
         return normed_BCK

@@ -10,13 +10,14 @@ output width, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from ppruntime.models.linear import GroupedLinear, Linear
 from ppruntime.models.norm import RMSNorm, rms_norm
+from ppruntime.models.precision import widened
 from ppruntime.models.rope import Rotation, rotate
 from ppruntime.models.selection import Selection, select_entries
 from ppruntime.models.sparse_attention import sparse_attention
@@ -39,6 +40,8 @@ class AttentionKernels:
     """(linear, x [B, T, G, I]) -> [B, T, G O], every group by its own matrix."""
     norm: Callable[[Tensor, Tensor, float], Tensor]
     """As `norm.rms_norm`, of every norm that is not part of another kernel."""
+    wide_products: Callable[[Sequence[Linear], Tensor], list[Tensor]]
+    """(linears with fp32 weights, x [..., I]) -> of each [..., O] in fp32, whatever x is."""
 
 
 def _attend(
@@ -58,6 +61,11 @@ def _grouped(linear: GroupedLinear, x_BTGI: Tensor) -> Tensor:
     return y_BTGO.flatten(-2)
 
 
+def _wide_products(linears: Sequence[Linear], x: Tensor) -> list[Tensor]:
+    wide = widened(x)
+    return [linear(wide) for linear in linears]
+
+
 REFERENCE = AttentionKernels(
     attend=_attend,
     select=select_entries,
@@ -65,6 +73,7 @@ REFERENCE = AttentionKernels(
     project_rotated=_project_rotated,
     grouped=_grouped,
     norm=rms_norm,
+    wide_products=_wide_products,
 )
 
 

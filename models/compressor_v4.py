@@ -14,7 +14,7 @@ from ppruntime.models.dims import ModelDims
 from ppruntime.models.documents import group_places, take_rows
 from ppruntime.models.linear import Linear
 from ppruntime.models.norm import RMSNorm
-from ppruntime.models.precision import holder_dtype, widened
+from ppruntime.models.precision import holder_dtype
 from ppruntime.models.rope import Rope
 
 
@@ -54,8 +54,7 @@ class CompressorV4(UsesKernels):
             return x_BTD.new_empty(x_BTD.shape[0], 0, self.norm.weight.shape[0])
         places_BCR = group_places(positions_BT, self.ratio)
         first_BC = positions_BT.gather(1, places_BCR[..., 0])
-        wide = widened(x_BTD)
-        values, gates = self.value(wide), self.gate(wide)
+        values, gates = self.kernels.wide_products((self.value, self.gate), x_BTD)
         if self.overlaps:
             values_BCRK, gates_BCRK = self._overlapping(values, gates, places_BCR, first_BC)
         else:

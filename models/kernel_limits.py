@@ -15,6 +15,7 @@ class AttentionOp(Enum):
     ROPE = "rope"
     GROUPED_OUTPUT = "grouped_output"
     NORM = "norm"
+    COMPRESSOR = "compressor"
 
 
 class Backend(Enum):
@@ -34,6 +35,7 @@ BACKENDS: dict[AttentionOp, tuple[Backend, ...]] = {
     AttentionOp.ROPE: (Backend.TRITON, Backend.REFERENCE),
     AttentionOp.GROUPED_OUTPUT: (Backend.LIBRARY, Backend.REFERENCE),
     AttentionOp.NORM: (Backend.TRITON, Backend.REFERENCE),
+    AttentionOp.COMPRESSOR: (Backend.LIBRARY, Backend.REFERENCE),
 }
 """What there is, the fastest first (attention measured on an H200, see docs/measurements.md; the
 indexer's own kernels are not yet, and hold fewer scores)."""

@@ -394,6 +394,9 @@ class Kernels(Section, frozen=True):
     norm: Literal["auto", "reference", "triton"] = "reference"
     """RMSNorms of attention, one pass each way; those around a sublayer are mhc's if that is
     triton. Summation order."""
+    compressor: Literal["auto", "reference", "library"] = "reference"
+    """fp32 products of the compressors of ratios above 1. library: by bf16 products of parts of the
+    weights, three times the work at ten times the rate; for bf16 models. Summation order."""
     engram: Literal["auto", "reference", "triton"] = "reference"
     """Engram's gate in one pass, and sums of its rows' gradients. auto: triton where it can run.
     Summation order."""

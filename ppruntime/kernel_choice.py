@@ -56,6 +56,7 @@ def choose_kernels(config: Config, device: torch.device) -> KernelChoice:
         rope=chosen[AttentionOp.ROPE],
         grouped_output=chosen[AttentionOp.GROUPED_OUTPUT],
         norm=chosen[AttentionOp.NORM],
+        compressor=chosen[AttentionOp.COMPRESSOR],
         deterministic=kernels.attention_deterministic,
     )
     return KernelChoice(choice, f"kernels: auto chose {', '.join(notes)}" if notes else "")

@@ -231,6 +231,7 @@ def _saved_bytes(config: Config, spec: UnitSpec) -> int:
         mhc=_mhc_kernel(config),
         engram=_engram_kernel(config),
         attention_kernel=AttentionOp.ATTENTION in _attention_kernels(config),
+        wide_products=AttentionOp.COMPRESSOR in _attention_kernels(config),
     )
 
 

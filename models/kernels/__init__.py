@@ -6,7 +6,8 @@ sparse_attention    attention to listed keys, forward and backward; reference:
                     sparse_attention_library: the same op by FlashMLA and cuDNN's frontend
 rest of attention   indexer (scores and top-k; reference: models/selection.py; indexer_library: the
                     same by cuDNN's frontend), rope (alone and with a projection), grouped_output
-                    (products without copies), norm; attention_backends says which of them computes
+                    (products without copies), norm, wide_linear (fp32 weights by bf16
+                    products); attention_backends says which of them computes
 FP8 experts         quantize (1 x 128 and 128 x 128 scales; rounding: exact, also interpreted),
                     moe_layout (rows by expert and back), swiglu, grouped_gemm, deep_gemm (the
                     package behind the same calls), moe_reference (the recipe in torch),

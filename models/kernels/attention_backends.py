@@ -36,6 +36,7 @@ class Choice:
     rope: Backend = Backend.REFERENCE
     grouped_output: Backend = Backend.REFERENCE
     norm: Backend = Backend.REFERENCE
+    compressor: Backend = Backend.REFERENCE
     deterministic: bool = False
     """Triton's attention: gradients of keys are bitwise the same from run to run."""
 
@@ -48,6 +49,9 @@ def unavailable_reason(op: AttentionOp, backend: Backend, target: Target) -> str
         raise ValueError(f"{op.value} has no backend {backend.value}; there are: {names}")
     if backend is Backend.REFERENCE or op is AttentionOp.GROUPED_OUTPUT:
         return None
+    if op is AttentionOp.COMPRESSOR:
+        is_low = target.dtype is torch.bfloat16
+        return None if is_low else f"it is for bfloat16 models, this one is in {target.dtype}"
     reason = misfit(op, backend, target.dims)
     if reason is not None:
         return reason
@@ -70,12 +74,13 @@ def unavailable_reason(op: AttentionOp, backend: Backend, target: Target) -> str
 def fastest(op: AttentionOp, target: Target, *, deterministic: bool = False) -> Backend:
     """The first of the operation's backends that can run there.
 
-    Interpreted kernels are for tests, so a CPU gets the reference. `deterministic`: no backend that
+    Interpreted kernels are for tests, and a CPU gains nothing from bf16 products, so it gets the
+    reference. `deterministic`: no backend that
     cannot be.
     """
     for backend in BACKENDS[op]:
-        is_triton = backend is Backend.TRITON
-        if is_triton and target.device.type == "cpu":
+        is_for_gpus = backend is Backend.TRITON or op is AttentionOp.COMPRESSOR
+        if is_for_gpus and target.device.type == "cpu" and backend is not Backend.REFERENCE:
             continue
         if op is AttentionOp.ATTENTION and deterministic and backend is Backend.LIBRARY:
             continue
@@ -115,4 +120,8 @@ def attention_kernels(choice: Choice) -> AttentionKernels:
         from ppruntime.models.kernels.norm import rms_norm
 
         found["norm"] = rms_norm
+    if choice.compressor is Backend.LIBRARY:
+        from ppruntime.models.kernels.wide_linear import wide_products
+
+        found["wide_products"] = wide_products
     return replace(REFERENCE, **found)

@@ -54,8 +54,8 @@ class Tile:
 FORWARD_TILE = Tile()
 """Best on H200 (Triton 3.6) of those in docs/bench/moe-experts.json, as programs that stay."""
 WEIGHT_GRAD_TILE = Tile(num_stages=3, prefetch=True, max_registers=168)
-"""Best there too, one program per tile: three on a multiprocessor hide each other's accumulator, for
-which a few registers are spilled."""
+"""Best there too, one program per tile: three on a multiprocessor hide each other's accumulator, at
+the price of a few spilled registers."""
 
 
 class WeightGradOperands(NamedTuple):

@@ -17,7 +17,9 @@ def test_the_chunked_head_trains_like_the_whole_one(tmp_path, run_ranks):
     pairs = [read_metrics(run_dir / "metrics.jsonl") for run_dir in (chunked, whole)]
     steps = list(zip(*pairs, strict=True))
     assert len(steps) == 2
-    for found, expected in steps:
+    # Sums in another order; after an update, which divides by gradients that are next to nothing,
+    # they have led elsewhere: how far depends on the processor's instructions.
+    for (found, expected), bound in zip(steps, (1e-6, 5e-5), strict=True):
         for name in ("loss", "grad_norm"):
             a, b = getattr(found, name), getattr(expected, name)
-            assert abs(a - b) <= 1e-6 * b, name
+            assert abs(a - b) <= bound * b, name
