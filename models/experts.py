@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ppruntime.models.dims import ModelDims
 from ppruntime.models.expert_products import product, weight_grad
@@ -22,13 +21,24 @@ from ppruntime.models.precision import widened
 
 
 def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit); gate is the first half of the channels."""
+    """silu(min(gate, limit)) * clamp(up, -limit, limit); gate is the first half of the channels.
+
+    A row has the same bits whatever rows lie beside it.
+    """
 
     def compute(gate_up: Tensor) -> Tensor:
         gate, up = widened(gate_up).chunk(2, dim=-1)
-        return (functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(gate_up.dtype)
+        return (_silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(gate_up.dtype)
 
     return keep_inputs(compute, gate_up)
+
+
+def _silu(x: Tensor) -> Tensor:
+    """x / (1 + exp(-x)). On a CPU torch's own, and its sigmoid, have other last bits for what a
+    tensor's length leaves over from its vectors; torch's exp has not. Below -80, where it is zero to
+    33 digits, the exponential would overflow."""
+    x = x.clamp(min=-80.0)
+    return x / (1 + torch.exp(-x))
 
 
 @named_op("expert_linear(Tensor x, Tensor weight, int[] rows_per_expert) -> Tensor")
