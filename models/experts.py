@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ppruntime.models.dims import ModelDims
 from ppruntime.models.expert_products import product, weight_grad
@@ -35,9 +36,10 @@ def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
 
 def _silu(x: Tensor) -> Tensor:
     """x / (1 + exp(-x)). On a CPU torch's own, and its sigmoid, have other last bits for what a
-    tensor's length leaves over from its vectors; torch's exp has not. Below -80, where it is zero to
-    33 digits, the exponential would overflow."""
-    x = x.clamp(min=-80.0)
+    tensor's length leaves over from its vectors; torch's exp has not."""
+    if x.is_cuda:
+        return functional.silu(x)
+    x = x.clamp(min=-80.0)  # where it is zero to 33 digits; below, the exponential would overflow
     return x / (1 + torch.exp(-x))
 
 
