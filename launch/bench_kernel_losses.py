@@ -9,9 +9,6 @@ difference is held against.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -20,7 +17,7 @@ from statistics import fmean, median
 
 import torch
 
-from ppruntime.metrics import StepMetrics, read_metrics
+from ppruntime.launch.bench_training import trained
 
 CONFIG = Path(__file__).resolve().parent / "configs" / "v41-proxy-8.toml"
 FOUR_LAYERS = (
@@ -88,7 +85,7 @@ def run(*, steps: int, overrides: Sequence[str], config: Path, out: Path) -> int
     found: list[Learned] = []
     command = " ".join(["ppruntime bench kernels", *overrides, f"--steps {steps}"])
     for name, own in RUNS.items():
-        metrics = _train(config, [*overrides, *own, f"train.steps={steps}"])
+        metrics = trained(config, [*overrides, *own, f"train.steps={steps}"])
         if metrics is None and FP8[0] in own:
             print(f"{name}: left out, see above", flush=True)
             continue
@@ -109,22 +106,6 @@ def run(*, steps: int, overrides: Sequence[str], config: Path, out: Path) -> int
     is_near = apart(found[1], found[0]) <= 2 * noise
     print(f"results in {out}; noise {noise:.4f}, kernels within twice of it: {is_near}")
     return int(not is_near)
-
-
-def _train(config: Path, overrides: Sequence[str]) -> list[StepMetrics] | None:
-    """A run in a process of its own; None, with its output shown, if it failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
-        arguments = [str(config), *overrides, f"run.dir={run_dir}"]
-        done = subprocess.run(
-            [sys.executable, "-m", "ppruntime.launch.train", *arguments],
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            print(done.stdout + done.stderr, file=sys.stderr)
-            return None
-        return list(read_metrics(run_dir / "metrics.jsonl"))
 
 
 def _write(out: Path, command: str, config: Sequence[str], found: Sequence[Learned]) -> None:

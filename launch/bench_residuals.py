@@ -7,9 +7,6 @@ Says nothing of full-size models.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -18,7 +15,8 @@ from statistics import fmean
 
 import torch
 
-from ppruntime.metrics import StepMetrics, read_metrics
+from ppruntime.launch.bench_training import trained
+from ppruntime.metrics import StepMetrics
 from ppruntime.models.dims import changed, counts, preset
 
 TYPES = ("mhc", "gated", "layerscale")
@@ -91,25 +89,13 @@ def run(*, seeds: Sequence[int], steps: int, out: Path) -> int:
 
 
 def _train(residual_type: str, seed: int, steps: int) -> list[StepMetrics] | None:
-    """A run in a process of its own; None, with its output shown, if it failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
-        overrides = [
-            f"model.residual_type={residual_type}",
-            f"train.seed={seed}",
-            f"train.steps={steps}",
-            f"train.eval_interval={steps}",
-            f"run.dir={run_dir}",
-        ]
-        done = subprocess.run(
-            [sys.executable, "-m", "ppruntime.launch.train", CONFIG, *_OVERRIDES, *overrides],
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            print(done.stdout + done.stderr, file=sys.stderr)
-            return None
-        return list(read_metrics(run_dir / "metrics.jsonl"))
+    own = (
+        f"model.residual_type={residual_type}",
+        f"train.seed={seed}",
+        f"train.steps={steps}",
+        f"train.eval_interval={steps}",
+    )
+    return trained(CONFIG, [*_OVERRIDES, *own])
 
 
 def _learned(residual_type: str, seed: int, metrics: Sequence[StepMetrics]) -> Learned:
