@@ -1,0 +1,37 @@
+"""What the offline compiles look for is found where it is: excerpts of code that was wrong once."""
+
+from offline_compile import _slots_of_running_products, _stack_pointer_reads
+
+LOST_VALUE = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/                   IADD3 R1, R1, -0x18, RZ ;
+        /*0020*/                   STL.64 [R1+0x8], R2 ;
+        /*a2e0*/                   LOP3.LUT R5, R1, 0xffff, RZ, 0xc0, !PT ;
+        /*a8b0*/                   LOP3.LUT R0, R1.reuse, 0xffff, RZ, 0xc0, !PT ;
+        /*a8c0*/                   LOP3.LUT R10, R11, 0xffff, RZ, 0xc0, !PT ;
+"""
+
+PRODUCTS = """
+    %x = ttg.local_alloc : () -> !ttg.memdesc<3x64x64xbf16, #shared, #smem, mutable>
+    %w = ttg.local_alloc : () -> !ttg.memdesc<4x64x64xbf16, #shared1, #smem, mutable>
+    %0 = scf.for %i = %c0 to %c80 step %c1 {
+      %x_1 = ttg.memdesc_index %x[%a] : !ttg.memdesc<3x64x64xbf16> -> !ttg.memdesc<64x64xbf16>
+      %w_1 = ttg.memdesc_index %w[%b] : !ttg.memdesc<4x64x64xbf16> -> !ttg.memdesc<64x64xbf16>
+      %w_2 = ttg.memdesc_trans %w_1 {order = array<i32: 1, 0>} : !ttg.memdesc<64x64xbf16>
+      %acc_1 = ttng.warp_group_dot %x_1, %w_2, %acc {isAsync = true} : !ttg.memdesc<64x64xbf16>
+      %acc_2 = ttng.warp_group_dot_wait %acc_1 {pendings = 1 : i32} : tensor<64x64xf32, #mma>
+    }
+"""
+
+
+def test_an_instruction_that_computes_with_the_stack_pointer_is_found_and_no_other():
+    found = _stack_pointer_reads(LOST_VALUE)
+    assert [line.split()[0] for line in found] == ["/*a2e0*/", "/*a8b0*/"]
+
+
+def test_operands_of_products_that_run_on_are_told_with_their_room():
+    assert _slots_of_running_products(PRODUCTS) == {"%w": 4, "%x": 3}
+
+
+def test_products_that_are_waited_for_need_no_more_room():
+    assert _slots_of_running_products(PRODUCTS.replace("pendings = 1", "pendings = 0")) == {}
