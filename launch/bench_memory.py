@@ -51,6 +51,15 @@ KNOBS: Mapping[str, tuple[str, ...]] = {
     "no recomputation, offload, paced": ("ac.mode=none", *_PACED),
 }
 """Name -> overrides. The first one is what the others are measured against."""
+_PARTS = ("attention", "indexer", "rope", "grouped_output", "norm", "compressor", "head", "mhc")
+ONE_GPU = (
+    "model.num_experts=6",
+    "ac.mode=full_moe",
+    "moe.compute.backend=triton",
+    *(f"kernels.{part}=auto" for part in (*_PARTS, "engram")),
+)
+"""What lies under the given overrides on a GPU: eight layers at full width and three micro-batches
+in flight then fit into 141 GB, by a plan of 128 GB, and take a step in seconds."""
 
 
 @dataclass(slots=True)
@@ -93,8 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--config", type=Path, default=_configs() / "v41-proxy-8.toml")
     parser.add_argument("--only", action="append", choices=list(KNOBS), help="may be repeated")
-    parser.add_argument("--in-flight", type=int, default=6)
-    parser.add_argument("--micro-batches", type=int, default=12)
+    parser.add_argument("--in-flight", type=int, default=3)
+    parser.add_argument("--micro-batches", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4, help="timed steps; one comes before them")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
@@ -107,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"pp.warmup_step=[{options.in_flight - 1}]",
         f"train.num_micro_batches={options.micro_batches}",
         f"run.device={options.device}",
+        *(ONE_GPU if options.device == "cuda" else ()),
         *options.overrides,
     )
     names = [name for name in KNOBS if not options.only or name in options.only or name == "off"]
