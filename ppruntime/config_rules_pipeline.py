@@ -1,0 +1,198 @@
+"""What has to hold between the keys that cut, order, move and recompute a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from ppruntime.config_errors import show
+from ppruntime.config_keys import LOOP_SCHEDULES, V_SCHEDULES, Config, Pipeline
+from ppruntime.config_rule import Broken, Rule, either
+
+_WARMUP_SCHEDULES = ("async_1f1b", "1f1b_w")
+_WHOLE_BACKWARD_SCHEDULES = ("gpipe", "1f1b", "async_1f1b", "interleaved_1f1b")
+
+
+def _stages(config: Config) -> Iterator[Broken]:
+    pp = config.pp
+    does_not_fit = (
+        f"pp.stages_per_rank = {pp.num_chunks} does not fit pp.schedule = {show(pp.schedule)}"
+    )
+    if pp.schedule in V_SCHEDULES and pp.num_chunks != 2:
+        remedy = "whose stages form a V; leave it out or use 2"
+        yield "pp.stages_per_rank", f"{does_not_fit}, {remedy}"
+    if pp.schedule not in V_SCHEDULES | LOOP_SCHEDULES and pp.num_chunks != 1:
+        remedy = f"which has one stage per rank; use 1, or {either(LOOP_SCHEDULES)}"
+        yield "pp.stages_per_rank", f"{does_not_fit}, {remedy}"
+
+
+def _cut(config: Config) -> Iterator[Broken]:
+    pp, num_layers = config.pp, config.model.dims.num_layers
+    layers = pp.layers_per_stage
+    if layers is None:
+        return
+    key = "pp.layers_per_stage"
+    total = sum(layers)
+    uneven = [stage for stage, count in enumerate(layers) if count % 0.5]
+    if len(layers) != pp.num_stages:
+        yield (
+            key,
+            f"{key} has {len(layers)} entries, pp.size {pp.size} x {pp.num_chunks} stages per "
+            f"rank needs {pp.num_stages}; leave it out for a balanced cut",
+        )
+    elif uneven:
+        stage = uneven[0]
+        yield (
+            key,
+            f"{key} gives stage {stage} {layers[stage]:g} layers; a stage has a multiple of 0.5, "
+            f"such as {round(2 * layers[stage]) / 2:g}",
+        )
+    elif total != num_layers:
+        rest = num_layers - sum(layers[:-1])
+        remedy = (
+            f"the last entry could be {rest:g}"
+            if rest >= 0
+            else f"the entries before the last are already {-rest:g} too many"
+        )
+        yield key, f"{key} sums to {total:g}, the model has {num_layers} layers; {remedy}"
+
+
+def _warmup(config: Config) -> Iterator[Broken]:
+    pp = config.pp
+    key, step = "pp.warmup_step", config.pp.warmup_step
+    if step is None:
+        return
+    if pp.schedule not in _WARMUP_SCHEDULES:
+        yield (
+            key,
+            f"{key} = {show(step)} has no effect on pp.schedule = {show(pp.schedule)}; leave it "
+            f"out, or use {either(_WARMUP_SCHEDULES)}",
+        )
+    elif isinstance(step, tuple) and len(step) != pp.size:
+        yield (
+            key,
+            f"{key} has {len(step)} entries, pp.size = {pp.size} needs {pp.size}, one a rank",
+        )
+    elif isinstance(step, tuple) and any(a < b for a, b in pairwise(step)):
+        falling = show(tuple(sorted(step, reverse=True)))
+        yield (
+            key,
+            f"{key} = {show(step)} rises from one rank to the next, which deadlocks; {falling} "
+            "would work",
+        )
+
+
+def _deferred_weight_grads(config: Config) -> Iterator[Broken]:
+    pp = config.pp
+    if pp.defer_weight_grads and pp.schedule not in _WHOLE_BACKWARD_SCHEDULES:
+        yield (
+            "pp.defer_weight_grads",
+            f"pp.defer_weight_grads = true has no effect on pp.schedule = {show(pp.schedule)}, "
+            "which splits its backwards itself; leave it out, or use "
+            f"{either(_WHOLE_BACKWARD_SCHEDULES)}",
+        )
+
+
+def _activation_offload(config: Config) -> Iterator[Broken]:
+    pp = config.pp
+    for name in ("offload_every", "offload_paced", "offload_target"):
+        value = getattr(pp, name)
+        if not pp.activation_offload and value != getattr(Pipeline(), name):
+            yield (
+                f"pp.{name}",
+                f"pp.{name} = {show(value)} has no effect without pp.activation_offload = true; set"
+                " both or neither",
+            )
+    if not pp.activation_offload:
+        return
+    if pp.offload_paced and pp.offload_target == "fp8":
+        yield (
+            "pp.offload_paced",
+            'pp.offload_paced = true has no effect on pp.offload_target = "fp8", which copies'
+            ' nothing off the device; leave it out, or use "host"',
+        )
+    if pp.offload_every > config.train.num_micro_batches:
+        yield (
+            "pp.offload_every",
+            f"pp.offload_every = {pp.offload_every} is more than train.num_micro_batches ="
+            f" {config.train.num_micro_batches}: only the first would move; use a smaller one",
+        )
+
+
+def _offload_masters(config: Config) -> Iterator[Broken]:
+    key = "pp.offload_masters"
+    if not config.pp.offload_masters:
+        return
+    if config.train.precision == "fp32" and config.parallel.num_data_ranks == 1:
+        yield (
+            key,
+            f'{key} = true has no effect with train.precision = "fp32" on one data rank, where the'
+            ' weights are their own masters; leave it out, or use "bf16"',
+        )
+    if config.train.num_micro_batches < 2:
+        yield (
+            key,
+            f"{key} = true has no effect with train.num_micro_batches = 1: first and last forward"
+            " are one; leave it out",
+        )
+
+
+def _transport(config: Config) -> Iterator[Broken]:
+    pp = config.pp
+    for name, kind in (("transport_ctas", "nccl"), ("recv_lead", "nccl"), ("nccl_library", "put")):
+        value = getattr(pp, name)
+        if value is not None and pp.transport != kind:
+            yield (
+                f"pp.{name}",
+                f"pp.{name} = {show(value)} has no effect on pp.transport = {show(pp.transport)}; "
+                f"leave it out or use {show(kind)}",
+            )
+
+
+def _layer_modes(config: Config) -> Iterator[Broken]:
+    key, modes, num_layers = "ac.layer_modes", config.ac.layer_modes, config.model.dims.num_layers
+    if modes is None:
+        return
+    if not modes:
+        yield key, f"{key} names no layer; leave it out, ac.mode holds for every layer"
+    layers = {str(layer) for layer in range(num_layers)}
+    for name in sorted(modes.keys() - layers):
+        yield (
+            key,
+            f"{key} names {show(name)}, which is no layer; layers are numbered 0 to "
+            f"{num_layers - 1} through the whole model",
+        )
+
+
+def _recompute_engram(config: Config) -> Iterator[Broken]:
+    ac, layers = config.ac, config.model.dims.engram_layers
+    if not ac.recompute_engram:
+        return
+    key = "ac.recompute_engram"
+    if not layers:
+        yield key, f"{key} = true has no effect: the model has no Engram; leave it out"
+        return
+    modes = {
+        found if isinstance(found, str) else found[0]
+        for found in ((ac.layer_modes or {}).get(str(layer), ac.mode) for layer in layers)
+    }
+    if not modes & {"full", "full_moe"}:
+        names = ", ".join(map(show, sorted(modes)))
+        yield (
+            key,
+            f"{key} = true has no effect on layers whose mode is {names}; leave it out, or use "
+            f'"full" or "full_moe" for one of the layers {", ".join(map(str, layers))}',
+        )
+
+
+PIPELINE_RULES: tuple[Rule, ...] = (
+    _stages,
+    _cut,
+    _warmup,
+    _deferred_weight_grads,
+    _activation_offload,
+    _offload_masters,
+    _transport,
+    _layer_modes,
+    _recompute_engram,
+)
