@@ -194,8 +194,8 @@ def keys(*names: str) -> int:
     names
         Keys such as pp.size, or sections such as pp; by default all.
     """
-    from ppruntime.config_errors import ConfigError, did_you_mean
-    from ppruntime.config_help import key_helps
+    from ppruntime.config.errors import ConfigError, did_you_mean
+    from ppruntime.config.help import key_helps
 
     helps = key_helps()
     for name in names:
@@ -330,7 +330,7 @@ def _reader_has_left() -> bool:
 
 def _exit_code(error: ValueError) -> int | None:
     """The exit code for what a user did wrong; None for what we did wrong."""
-    from ppruntime.config_errors import ConfigError
+    from ppruntime.config.errors import ConfigError
     from ppruntime.projector import ProjectionError
     from ppruntime.schedules.ops import ScheduleError
 

@@ -8,7 +8,7 @@ The rooms, from the top; each imports downwards only:
     transports   how a boundary moves between two ranks: tensors and peers, no ops
     models       the layers, as an ordered list of half-layer units: no ranks
 
-Read `config_keys.py` for what a run is made of, then `launch/train.py`, `ppruntime/trainer.py` and
+Read `config/keys.py` for what a run is made of, then `launch/train.py`, `ppruntime/trainer.py` and
 `ppruntime/executor.py` for what happens in one.
 
 This file imports nothing: `import ppruntime.schedules` must not load torch.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ppruntime.config_keys import Config
+from ppruntime.config.keys import Config
 from ppruntime.corpus import build_stdlib, stdlib_prefix
 from ppruntime.data_order import key, permutation
 from ppruntime.data_sources import MadeUpTokens, Source, TokenSource

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppruntime.config_keys import Config
+from ppruntime.config.keys import Config
 from ppruntime.models.mega_moe_rules import ArenaShape
 
 

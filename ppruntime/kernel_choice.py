@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ppruntime.config_errors import ConfigError, show
-from ppruntime.config_keys import Config
+from ppruntime.config.errors import ConfigError, show
+from ppruntime.config.keys import Config
 from ppruntime.models.kernel_limits import AttentionOp, Backend
 from ppruntime.models.kernels.attention_backends import (
     Choice,

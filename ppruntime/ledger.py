@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ppruntime.config_keys import Config
+from ppruntime.config.keys import Config
 from ppruntime.master_moments import master_moments
 from ppruntime.memory import sharded_master_bytes, state_bytes, table_bytes
 from ppruntime.models.dims import unit_parameters

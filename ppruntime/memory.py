@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from ppruntime.config_keys import Config
+from ppruntime.config.keys import Config
 from ppruntime.models.activation_bytes import Kept, kept_fields, kept_results, saved_bytes
 from ppruntime.models.dims import (
     DTYPE_BYTES,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from ppruntime.config_keys import Config
+from ppruntime.config.keys import Config
 from ppruntime.ledger import RankLedger, predict
 from ppruntime.schedules.draw_memory import MemoryBar, MemoryPanel, svg_memory
 from ppruntime.text_table import short_bytes

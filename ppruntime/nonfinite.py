@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ppruntime.config_keys import Config
+from ppruntime.config.keys import Config
 
 
 class NonFiniteError(ArithmeticError):

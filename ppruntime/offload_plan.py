@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ppruntime.config_keys import Config
+from ppruntime.config.keys import Config
 from ppruntime.memory import activation_bytes, compute_dtype_name, sharded_master_bytes
 from ppruntime.models.dims import DTYPE_BYTES
 from ppruntime.order import Order

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ppruntime.config_keys import Config
+from ppruntime.config.keys import Config
 from ppruntime.schedules import make
 from ppruntime.schedules.check import check
 from ppruntime.schedules.counts import Edge, slots_held

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ppruntime.calibration import Calibration, PerStep, transfer_seconds, unit_type
-from ppruntime.config_keys import Config
+from ppruntime.config.keys import Config
 from ppruntime.memory import compute_dtype_name, gradient_bytes
 from ppruntime.models.dims import UnitSpec, boundary_bytes
 from ppruntime.plan import StagePlan

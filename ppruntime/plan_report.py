@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ppruntime.config_keys import Config, RecomputeMode
+from ppruntime.config.keys import Config, RecomputeMode
 from ppruntime.expert_arena_bytes import arena_bytes
 from ppruntime.master_moments import master_moments
 from ppruntime.memory import (

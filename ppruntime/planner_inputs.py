@@ -9,7 +9,7 @@ from itertools import product
 from msgspec.structs import replace
 
 from ppruntime.calibration import Calibration, on_data_ranks, transfer_seconds, unit_type
-from ppruntime.config_keys import Config, ExpertCompute
+from ppruntime.config.keys import Config, ExpertCompute
 from ppruntime.kernel_records import Kernels
 from ppruntime.memory import activation_bytes, compute_dtype_name, state_bytes
 from ppruntime.models.dims import UnitKind, UnitSpec, boundary_bytes, unit_specs

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ppruntime.config_errors import ConfigError
+from ppruntime.config.errors import ConfigError
 from ppruntime.transports.lives import Life, life_of, parse_life
 
 _POLL_SECONDS = 0.05

@@ -19,7 +19,7 @@ and head are never recomputed.
 
 from __future__ import annotations
 
-from ppruntime.config_keys import Config, RecomputeMode
+from ppruntime.config.keys import Config, RecomputeMode
 from ppruntime.models.dims import ForwardFlops, UnitKind, UnitSpec, forward_flops_per_token
 from ppruntime.models.save_points import SavePoint
 

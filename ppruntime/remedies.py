@@ -9,8 +9,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ppruntime.config_keys import Config, RecomputeMode
-from ppruntime.config_rules import broken_rules
+from ppruntime.config.keys import Config, RecomputeMode
+from ppruntime.config.rules import broken_rules
 from ppruntime.ledger import predict
 from ppruntime.offload_plan import LINK_BYTES_PER_SECOND, flops_to_hide_behind, master_bytes
 from ppruntime.order import make_order

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ppruntime.calibration import SENT
-from ppruntime.config_keys import Config
+from ppruntime.config.keys import Config
 from ppruntime.memory import activation_bytes, state_bytes
 from ppruntime.models.dims import unit_parameters
 from ppruntime.models.parameters import Part

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ppruntime.apply_in_backward import ApplyInBackward
 from ppruntime.build import Pipeline
 from ppruntime.config import Config
-from ppruntime.config_keys import Optim
+from ppruntime.config.keys import Optim
 from ppruntime.data import Batches
 from ppruntime.memory_watch import MemoryWatch
 from ppruntime.messages import any_rank
@@ -117,7 +117,7 @@ class Trainer:
         hold_gradients(units)
         applied = None
         if self._config.optim.apply_in_backward:
-            assert isinstance(self._optimizer, SignSGD), "config_rules lets no other through"
+            assert isinstance(self._optimizer, SignSGD), "the config's rules let no other through"
             set_lr(self._optimizer, self._lr(index))
             applied = ApplyInBackward(pipeline, self._optimizer, self._ranks.data_group)
         pipeline.training.run(self._batches(index, data), stage_done=applied, watch=watch)

@@ -84,7 +84,14 @@ def test_links_mapping_and_package_list_agree():
 
 
 @pytest.mark.parametrize(
-    "module", ["ppruntime", "ppruntime.schedules", "ppruntime.models.dims", "ppruntime.launch.cli"]
+    "module",
+    [
+        "ppruntime",
+        "ppruntime.config",
+        "ppruntime.schedules",
+        "ppruntime.models.dims",
+        "ppruntime.launch.cli",
+    ],
 )
 def test_planning_and_the_command_line_load_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppruntime.config import ConfigError, check_world_size, digest, dumps, flatten, load
-from ppruntime.config_help import key_helps
+from ppruntime.config.help import key_helps
 
 CONFIGS = sorted((Path(__file__).parents[2] / "launch" / "configs").glob("*.toml"))
 

@@ -7,7 +7,7 @@ import tomllib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppruntime.toml_places import key_lines
+from ppruntime.config.toml_places import key_lines
 
 _ORDINARY = '''\
 top = 1                                  # a comment with [brackets] and = signs

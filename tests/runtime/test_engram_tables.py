@@ -16,7 +16,7 @@ from small_runs import CONFIG, SMALL, train
 from torch.distributed.tensor import DTensor
 
 from ppruntime.config import load
-from ppruntime.config_errors import ConfigError
+from ppruntime.config.errors import ConfigError
 from ppruntime.models.engram_hash import bucket_sizes
 from ppruntime.plan_report import report
 

@@ -7,7 +7,7 @@ Under each field: what it means, its unit, why the default is what it is, and it
     changes numerics  other losses
     no numerics       does not touch a tensor that is trained
 
-Ranges and choices stand in the types; what concerns two keys at once is in `config_rules.py`, as is
+Ranges and choices stand in the types; what concerns two keys at once is in `rules.py`, as is
 the list of what is not built yet.
 """
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
-from ppruntime.config_errors import show
-from ppruntime.config_keys import Config
+from ppruntime.config.errors import show
+from ppruntime.config.keys import Config
 
 Broken: TypeAlias = tuple[str, str]
 """The key to blame, and the sentence about it: what is wrong, with the values and the remedy."""

@@ -1,8 +1,6 @@
-"""TOML files and command-line overrides -> one checked `Config`.
+"""TOML files and overrides -> `Config` and back.
 
-Start at `load`. The keys are in `config_keys.py`, the rules between keys in `config_rules.py`, the
-collecting of values and mistakes in `config_reading.py`. A config that cannot be run is refused
-here, before anything starts, with every mistake that it has.
+A config that cannot be run is refused here, before anything starts, with every mistake it has.
 """
 
 from __future__ import annotations
@@ -15,11 +13,9 @@ from typing import Any
 
 import msgspec
 
-from ppruntime.config_errors import ConfigError
-from ppruntime.config_keys import TRAIN_KEYS_OF_DIMS, Config
-from ppruntime.config_reading import Reading
-
-__all__ = ["Config", "ConfigError", "check_world_size", "digest", "dumps", "flatten", "load"]
+from ppruntime.config.errors import ConfigError
+from ppruntime.config.keys import TRAIN_KEYS_OF_DIMS, Config
+from ppruntime.config.reading import Reading
 
 
 def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
@@ -49,7 +45,7 @@ def check_world_size(config: Config, num_processes: int) -> None:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Full name -> value of every key, `{"pp.size": 4, ...}`, in the order of `config_keys`."""
+    """Full name -> value of every key, `{"pp.size": 4, ...}`, in the order of `keys`."""
     # Any: the values of TOML, and None for a key without a value.
     tables = msgspec.to_builtins(config)
     dims = tables["model"].pop("dims")

@@ -1,4 +1,4 @@
-"""What every config key means, for `ppruntime keys`: the text under each field of `config_keys`."""
+"""What every config key means, for `ppruntime keys`: the text under each field of `keys`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from ppruntime import config_keys
-from ppruntime.config_errors import describe, show
-from ppruntime.config_keys import TRAIN_KEYS_OF_DIMS, Config, Section
+from ppruntime.config import keys as config_keys
+from ppruntime.config.errors import describe, show
+from ppruntime.config.keys import TRAIN_KEYS_OF_DIMS, Config, Section
 from ppruntime.models import dims
 from ppruntime.models.dims import ModelDims
 
@@ -34,7 +34,7 @@ class KeyHelp:
 
 
 def key_helps() -> tuple[KeyHelp, ...]:
-    """Every key, in the order of `config_keys`; the model's sizes first."""
+    """Every key, in the order of `keys`; the model's sizes first."""
     names = [f.name for f in msgspec.structs.fields(ModelDims) if f.name not in TRAIN_KEYS_OF_DIMS]
     sizes = {help.name: help for help in _of_struct(ModelDims, _texts(dims), "model.")}
     keys = _of_struct(Config, _texts(config_keys), "")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppruntime.config_errors import show
-from ppruntime.config_keys import Config, Data, Fault, Optim, Train
-from ppruntime.config_rule import Broken, Rule
+from ppruntime.config.errors import show
+from ppruntime.config.keys import Config, Data, Fault, Optim, Train
+from ppruntime.config.rule import Broken, Rule
 from ppruntime.models.dims import Role, attention_role
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ppruntime.config_errors import show
-from ppruntime.config_keys import LOOP_SCHEDULES, V_SCHEDULES, Config, Pipeline
-from ppruntime.config_rule import Broken, Rule, either
+from ppruntime.config.errors import show
+from ppruntime.config.keys import LOOP_SCHEDULES, V_SCHEDULES, Config, Pipeline
+from ppruntime.config.rule import Broken, Rule, either
 
 _WARMUP_SCHEDULES = ("async_1f1b", "1f1b_w")
 _WHOLE_BACKWARD_SCHEDULES = ("gpipe", "1f1b", "async_1f1b", "interleaved_1f1b")

@@ -1,6 +1,6 @@
 """What has to hold between the keys of a config, and which options are not built yet.
 
-Rules of pipeline, experts, kernels and training stand in `config_rules_*.py`; here are those of the
+Rules of pipeline, experts, kernels and training stand in `*_rules.py`; here are those of the
 model and of paths, and how all are asked.
 """
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, cast
 
-from ppruntime.config_errors import show
-from ppruntime.config_keys import Config, Section
-from ppruntime.config_rule import Broken, Rule
-from ppruntime.config_rules_experts import EXPERT_RULES
-from ppruntime.config_rules_kernels import KERNEL_RULES
-from ppruntime.config_rules_pipeline import PIPELINE_RULES
-from ppruntime.config_rules_training import TRAINING_RULES
+from ppruntime.config.errors import show
+from ppruntime.config.expert_rules import EXPERT_RULES
+from ppruntime.config.kernel_rules import KERNEL_RULES
+from ppruntime.config.keys import Config, Section
+from ppruntime.config.pipeline_rules import PIPELINE_RULES
+from ppruntime.config.rule import Broken, Rule
+from ppruntime.config.training_rules import TRAINING_RULES
 from ppruntime.models.dims import preset, validate
 
 _MOST_LAYERS = 4096

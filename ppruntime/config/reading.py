@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ppruntime.config_errors import (
+from ppruntime.config.errors import (
     COMMAND_LINE,
     ConfigError,
     Mistake,
@@ -23,11 +23,11 @@ from ppruntime.config_errors import (
     show,
     wrong_value,
 )
-from ppruntime.config_keys import TRAIN_KEYS_OF_DIMS, Config, Model, Section
-from ppruntime.config_rules import broken_rules
+from ppruntime.config.keys import TRAIN_KEYS_OF_DIMS, Config, Model, Section
+from ppruntime.config.rules import broken_rules
+from ppruntime.config.toml_places import KeyPath, key_lines
 from ppruntime.models.dims import ModelDims, changed, preset
 from ppruntime.models.presets import PRESETS
-from ppruntime.toml_places import KeyPath, key_lines
 
 _LARGEST_FILE_BYTES = 1 << 20  # a config is a page of text; more is a mistake or an attack
 _UNSET = "default"

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any, cast
 
-from ppruntime.config_errors import show
-from ppruntime.config_keys import Config, Dispatch, ExpertCompute
-from ppruntime.config_rule import Broken, Rule
+from ppruntime.config.errors import show
+from ppruntime.config.keys import Config, Dispatch, ExpertCompute
+from ppruntime.config.rule import Broken, Rule
 
 _FP8_BLOCK = 128
 

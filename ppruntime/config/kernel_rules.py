@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any, cast
 
-from ppruntime.config_errors import show
-from ppruntime.config_keys import Config
-from ppruntime.config_rule import Broken, Rule
+from ppruntime.config.errors import show
+from ppruntime.config.keys import Config
+from ppruntime.config.rule import Broken, Rule
 from ppruntime.models import fp8_linear_rules
 from ppruntime.models.kernel_limits import AttentionOp, misfit
 from ppruntime.models.kernel_limits import Backend as AttentionBackend
