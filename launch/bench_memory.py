@@ -28,7 +28,7 @@ import torch
 
 from ppruntime.build import build_pipeline
 from ppruntime.config import Config, load
-from ppruntime.data import open_data
+from ppruntime.data.batches import open_data
 from ppruntime.host_memory import HostPool, Lane, pieces
 from ppruntime.plan_report import report
 from ppruntime.ranks import Layout, Ranks, join, leave

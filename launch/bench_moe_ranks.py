@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ppruntime.config import Config, ConfigError, load
-from ppruntime.expert_dispatch import open_dispatcher
-from ppruntime.expert_options import choose_experts, moe_options
+from ppruntime.experts.dispatch import open_dispatcher
+from ppruntime.experts.options import choose_experts, moe_options
 from ppruntime.gemm_budget import limit_gemms
 from ppruntime.launch.bench_moe_record import Recorder, Row, distance
 from ppruntime.launch.gpu_clock import Clock

@@ -37,8 +37,8 @@ import torch.distributed as dist
 from ppruntime.build import build_stage, warm_up_stage
 from ppruntime.config import Config, load
 from ppruntime.connect import Outline, connect, make_executor, make_outline
-from ppruntime.data import open_data
-from ppruntime.expert_options import choose_experts
+from ppruntime.data.batches import open_data
+from ppruntime.experts.options import choose_experts
 from ppruntime.gemm_budget import limit_gemms
 from ppruntime.launch.pipeline_bars import bars, figures, line
 from ppruntime.launch.run_digests import gradient_digest, loss_digest

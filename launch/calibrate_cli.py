@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from ppruntime.launch.run_files import files_and_overrides
-from ppruntime.projector import ProjectionError
+from ppruntime.projection.projector import ProjectionError
 
 if TYPE_CHECKING:
-    from ppruntime.calibration import HeldBytes, UnitTimes
     from ppruntime.config import Config
+    from ppruntime.projection.calibration import HeldBytes, UnitTimes
     from ppruntime.ranks import Ranks
 
 _PLAIN = Parameter(negative="")
@@ -159,8 +159,8 @@ def _units(
     *,
     few_samples: bool,
 ) -> None:
-    from ppruntime.calibrate import optimizer_row, unit_rows
-    from ppruntime.calibration_file import calibration_of, merged, write_calibration
+    from ppruntime.projection.calibrate import optimizer_row, unit_rows
+    from ppruntime.projection.calibration_file import calibration_of, merged, write_calibration
 
     _say(config, ranks, samples)
     units, memory = [], []
@@ -189,9 +189,9 @@ def _units_in_flight(
     few_samples: bool,
 ) -> None:
     """Both ranks time all units, so that both compute; rank 0's times count."""
-    from ppruntime.calibrate import unit_rows
-    from ppruntime.calibrate_traffic import Traffic, largest_boundary_bytes
-    from ppruntime.calibration_file import calibration_of, merged, write_calibration
+    from ppruntime.projection.calibrate import unit_rows
+    from ppruntime.projection.calibrate_traffic import Traffic, largest_boundary_bytes
+    from ppruntime.projection.calibration_file import calibration_of, merged, write_calibration
 
     num_bytes, kind = largest_boundary_bytes(config), config.pp.transport
     beside = f"messages of {num_bytes:,} bytes both ways on {kind}"
@@ -225,8 +225,8 @@ def _transfers(
     *,
     few_samples: bool,
 ) -> None:
-    from ppruntime.calibrate import transfer_rows
-    from ppruntime.calibration_file import calibration_of, merged, write_calibration
+    from ppruntime.projection.calibrate import transfer_rows
+    from ppruntime.projection.calibration_file import calibration_of, merged, write_calibration
 
     rows = transfer_rows(config, ranks, sizes, samples)
     if ranks.rank:
@@ -239,8 +239,8 @@ def _transfers(
 
 
 def _per_step(config: Config, ranks: Ranks, out: Path, samples: int, *, few_samples: bool) -> None:
-    from ppruntime.calibrate_step import per_step_rows
-    from ppruntime.calibration_file import calibration_of, merged, write_calibration
+    from ppruntime.projection.calibrate_step import per_step_rows
+    from ppruntime.projection.calibration_file import calibration_of, merged, write_calibration
 
     rows = per_step_rows(config, ranks, samples)
     if ranks.rank:
@@ -253,9 +253,9 @@ def _per_step(config: Config, ranks: Ranks, out: Path, samples: int, *, few_samp
 
 
 def _depths(config: Config, ranks: Ranks, text: str, samples: int, *, few_samples: bool) -> None:
-    from ppruntime.calibrate import depths
-    from ppruntime.calibration import LEAST_SAMPLES
     from ppruntime.models.dims import counts
+    from ppruntime.projection.calibrate import depths
+    from ppruntime.projection.calibration import LEAST_SAMPLES
 
     if samples < LEAST_SAMPLES and not few_samples:
         raise ProjectionError(

@@ -239,10 +239,10 @@ def build(
     force
         Replace files that exist.
     """
-    from ppruntime.corpus import build as build_token_file
-    from ppruntime.corpus import file_texts, stdlib_texts
-    from ppruntime.token_file import DataError
-    from ppruntime.tokenizer import load_tokenizer
+    from ppruntime.data.corpus import build as build_token_file
+    from ppruntime.data.corpus import file_texts, stdlib_texts
+    from ppruntime.data.token_file import DataError
+    from ppruntime.data.tokenizer import load_tokenizer
 
     if corpus not in (None, "stdlib"):
         raise DataError(f"there is no corpus {corpus!r}; leave --corpus out or use stdlib")
@@ -269,7 +269,7 @@ def check(prefix: str, *, vocab_size: int | None = None) -> int:
     vocab_size
         The model's; by default the one that the file was built for.
     """
-    from ppruntime.token_file import TokenFile
+    from ppruntime.data.token_file import TokenFile
 
     file = TokenFile.open(prefix)
     file.check_content(vocab_size)
@@ -331,12 +331,14 @@ def _reader_has_left() -> bool:
 def _exit_code(error: ValueError) -> int | None:
     """The exit code for what a user did wrong; None for what we did wrong."""
     from ppruntime.config.errors import ConfigError
-    from ppruntime.projector import ProjectionError
+    from ppruntime.projection.projector import ProjectionError
     from ppruntime.schedules.ops import ScheduleError
 
     if isinstance(error, ConfigError | ProjectionError | ScheduleError):
         return 2
-    from ppruntime.token_file import DataError  # loads numpy, which config errors need not wait for
+    from ppruntime.data.token_file import (
+        DataError,  # loads numpy, which config errors need not wait for
+    )
 
     return 16 if isinstance(error, DataError) else None
 

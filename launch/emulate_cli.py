@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from ppruntime.launch.run_files import files_and_overrides
-from ppruntime.projector import ProjectionError
+from ppruntime.projection.projector import ProjectionError
 
 if TYPE_CHECKING:
     from ppruntime.config import Config
@@ -171,8 +171,8 @@ def _absent_costs(
     config: Config, jobs: list[range], costs: str | None, calibration: Path | None
 ) -> Costs:
     """Seconds of all stages; those of present ones are not looked at."""
-    from ppruntime.calibration import read_calibration
     from ppruntime.plan import cut
+    from ppruntime.projection.calibration import read_calibration
     from ppruntime.schedules.costs import Costs, parse_costs
 
     stage_to_rank = range(config.pp.size)
@@ -216,7 +216,7 @@ def _report(config: Config, found: Emulation, job: range, hop_s: float) -> None:
 
 
 def _write(config: Config, found: Emulation, out: Path, *, few_samples: bool) -> None:
-    from ppruntime.calibration_file import calibration_of, merged, write_calibration
+    from ppruntime.projection.calibration_file import calibration_of, merged, write_calibration
 
     known = calibration_of(
         config,

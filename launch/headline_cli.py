@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from ppruntime.launch.plan_search import BENCHES
 from ppruntime.launch.projected_job import PLAN_OF_RECORD
-from ppruntime.projector import Job, Origin
+from ppruntime.projection.projector import Job, Origin
 from ppruntime.text_table import short
 
 if TYPE_CHECKING:
     from ppruntime.config import Config
-    from ppruntime.headline import Exchange, Row
-    from ppruntime.kernel_records import Kernels
+    from ppruntime.projection.headline import Exchange, Row
+    from ppruntime.projection.kernel_records import Kernels
 
 _PUBLISHED = (
     ("published, nccl", 28.94, "115.8 GB"),
@@ -46,7 +46,7 @@ def headline(
         Per step of PP16 x EP8.
     """
     from ppruntime.config import load
-    from ppruntime.kernel_records import read_kernels
+    from ppruntime.projection.kernel_records import read_kernels
 
     kernels = read_kernels(benches)
 
@@ -97,7 +97,7 @@ _RESTS_ON = (
 
 
 def _pp16(config: Callable[..., Config], kernels: Kernels) -> list[str]:
-    from ppruntime.headline import H200_BYTES, SMALL_BYTES, job_of, project_plan, search
+    from ppruntime.projection.headline import H200_BYTES, SMALL_BYTES, job_of, project_plan, search
 
     lines = ["## PP16 x EP8, 8,192 tokens a micro-batch", ""]
     table: list[Sequence[str]] = []
@@ -220,8 +220,8 @@ def _waterfall(row: Row) -> list[str]:
 
 def _pp4(config: Callable[..., Config], kernels: Kernels) -> list[str]:
     """Four stages; how many micro-batches the published row had is not known."""
-    from ppruntime.headline import project_plan, search
-    from ppruntime.simulate import CAUSES
+    from ppruntime.projection.headline import project_plan, search
+    from ppruntime.projection.simulate import CAUSES
 
     cells = []
     cuts: list[str] = []
@@ -288,7 +288,7 @@ def _pp4(config: Callable[..., Config], kernels: Kernels) -> list[str]:
 
 def _pp1(config: Config, kernels: Kernels) -> list[str]:
     """Layouts without a pipeline, and the published EP64 row."""
-    from ppruntime.headline import exchanges, job_of
+    from ppruntime.projection.headline import exchanges, job_of
 
     tokens = 16384
     job = job_of(config)

@@ -8,13 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppruntime.projector import Job, Origin, ProjectionError, positive
+from ppruntime.projection.projector import Job, Origin, ProjectionError, positive
 from ppruntime.text_table import short, short_bytes, text_table
 
 if TYPE_CHECKING:
     from ppruntime.config import Config
-    from ppruntime.planner import Found, Plan
-    from ppruntime.planner_task import Task, Variant
+    from ppruntime.projection.planner import Found, Plan
+    from ppruntime.projection.planner_task import Task, Variant
 
 BENCHES = Path(__file__).resolve().parents[1] / "docs" / "bench"
 """Records of kernels, where no calibration is given."""
@@ -34,12 +34,12 @@ def search(
     json: bool,
 ) -> int:
     """Plans, prints, and gives the exit code. See `ppruntime plan --help`."""
-    from ppruntime.calibrate_kernels import kernel_calibration
-    from ppruntime.calibration import read_calibration
-    from ppruntime.kernel_records import read_kernels
     from ppruntime.models.dims import counts
-    from ppruntime.planner import find_plans
-    from ppruntime.planner_inputs import expert_variants, task_of
+    from ppruntime.projection.calibrate_kernels import kernel_calibration
+    from ppruntime.projection.calibration import read_calibration
+    from ppruntime.projection.kernel_records import read_kernels
+    from ppruntime.projection.planner import find_plans
+    from ppruntime.projection.planner_inputs import expert_variants, task_of
 
     positive("--memory-gb", memory_gb)
     if calibration is not None and benches is not None:

@@ -20,7 +20,7 @@ from ppruntime.launch.project_numbers import (
     pipeline_numbers,
 )
 from ppruntime.launch.projected_job import Projected, asked_job
-from ppruntime.projector import Job, Number, Pace, ProjectionError, positive
+from ppruntime.projection.projector import Job, Number, Pace, ProjectionError, positive
 
 if TYPE_CHECKING:
     from ppruntime.config import Config
@@ -220,7 +220,7 @@ def _pipeline(
     seed: int | None,
 ) -> tuple[Pace, dict[str, Number]]:
     from ppruntime.launch.project_parts import pipeline_parts
-    from ppruntime.pipeline_projection import project as play
+    from ppruntime.projection.pipeline import project as play
 
     if seed is not None and not jitter:
         raise ProjectionError("--seed has an effect with --jitter only; add it or leave --seed out")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ppruntime.projector import (
+from ppruntime.projection.projector import (
     Interruptions,
     Job,
     Number,
@@ -22,7 +22,7 @@ from ppruntime.projector import (
 
 if TYPE_CHECKING:
     from ppruntime.config import Config
-    from ppruntime.pipeline_projection import Parts, Projection
+    from ppruntime.projection.pipeline import Parts, Projection
 
 
 def flag(name: str) -> str:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppruntime.calibration import Calibration, PerStep, on_data_ranks, read_calibration
 from ppruntime.config import Config
 from ppruntime.order import make_order
-from ppruntime.pipeline_projection import (
+from ppruntime.plan import StagePlan, cut
+from ppruntime.projection.calibration import Calibration, PerStep, on_data_ranks, read_calibration
+from ppruntime.projection.pipeline import (
     HopCost,
     Parts,
     Piece,
@@ -18,8 +19,7 @@ from ppruntime.pipeline_projection import (
     hop_costs,
     stage_costs,
 )
-from ppruntime.plan import StagePlan, cut
-from ppruntime.projector import Origin, ProjectionError, positive
+from ppruntime.projection.projector import Origin, ProjectionError, positive
 from ppruntime.schedules.costs import parse_costs
 from ppruntime.schedules.ops import Schedule
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from ppruntime.projector import Number
+from ppruntime.projection.projector import Number
 from ppruntime.text_table import short, text_table
 
 _FLAT = ("days", "step_s", "mfu", "gpus", "global_batch_tokens")

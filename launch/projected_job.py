@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from ppruntime.launch.project_numbers import job_numbers, job_of
 from ppruntime.launch.run_files import files_and_overrides
-from ppruntime.projector import Job, Number, ProjectionError, positive
+from ppruntime.projection.projector import Job, Number, ProjectionError, positive
 
 if TYPE_CHECKING:
     from ppruntime.config import Config

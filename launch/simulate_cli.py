@@ -13,10 +13,10 @@ from cyclopts import Parameter
 
 from ppruntime.launch.project_numbers import goodput_numbers
 from ppruntime.launch.projected_job import Projected, asked_job
-from ppruntime.projector import Origin, ProjectionError, positive
+from ppruntime.projection.projector import Origin, ProjectionError, positive
 
 if TYPE_CHECKING:
-    from ppruntime.calibration import Calibration
+    from ppruntime.projection.calibration import Calibration
     from ppruntime.schedules.machine import HostCopies, Interference
 
 _SHORT = Parameter(show_default=lambda value: f"{value:g}")
@@ -117,15 +117,15 @@ def simulate(
     """
     from ppruntime.launch.project_parts import pipeline_parts
     from ppruntime.launch.simulate_report import Report, json_text, text
-    from ppruntime.schedules.draw import chrome_trace
-    from ppruntime.schedules.machine import Noise
-    from ppruntime.simulate import (
+    from ppruntime.projection.simulate import (
         Surroundings,
         collective_seconds,
         stage_bytes,
         with_data_ranks,
     )
-    from ppruntime.simulate import simulate as play
+    from ppruntime.projection.simulate import simulate as play
+    from ppruntime.schedules.draw import chrome_trace
+    from ppruntime.schedules.machine import Noise
 
     if (
         sum(given is not None for given in (calibration, costs))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from html import escape
 
 from ppruntime.launch.simulate_report import Report
+from ppruntime.projection.simulate import CAUSES
 from ppruntime.schedules.draw import Panel, nice_step, svg
 from ppruntime.schedules.timeline import TimedOp
-from ppruntime.simulate import CAUSES
 from ppruntime.text_table import short_bytes
 
 _COLOURS = {

@@ -9,10 +9,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ppruntime.pipeline_projection import Parts
-from ppruntime.projector import Job, Number, Origin
+from ppruntime.projection.pipeline import Parts
+from ppruntime.projection.projector import Job, Number, Origin
+from ppruntime.projection.simulate import CAUSES, Simulation, Surroundings
 from ppruntime.schedules.ops import COMPUTE
-from ppruntime.simulate import CAUSES, Simulation, Surroundings
 from ppruntime.text_table import short, short_bytes, text_table
 
 

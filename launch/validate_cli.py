@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from ppruntime.projector import ProjectionError
+from ppruntime.projection.projector import ProjectionError
 from ppruntime.validate import Ledger, Verdict, exact_cases
 
 

@@ -19,7 +19,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ppruntime.launch.run_files import files_and_overrides
-from ppruntime.projector import ProjectionError
+from ppruntime.projection.projector import ProjectionError
 from ppruntime.validate import Ledger, Verdict
 
 if TYPE_CHECKING:

@@ -3,7 +3,8 @@
 The rooms, from the top; each imports downwards only:
 
     launch       command line and training entry point, `launch/configs/*.toml`
-    ppruntime    config, plan, data, stage, executor, trainer, checkpoint, metrics
+    ppruntime    plan, stage, executor, trainer, checkpoint, metrics; in it config, data, experts,
+                 optim, projection
     schedules    which rank runs which op in which order: pure Python, no torch
     transports   how a boundary moves between two ranks: tensors and peers, no ops
     models       the layers, as an ordered list of half-layer units: no ranks

@@ -24,8 +24,8 @@ from ppruntime.connect import (
 )
 from ppruntime.engram_tables import EngramLookups, engram_options, place_tables
 from ppruntime.executor import Executor
-from ppruntime.expert_dispatch import open_dispatcher
-from ppruntime.expert_options import BY_TORCH, ExpertChoice, choose_experts, moe_options
+from ppruntime.experts.dispatch import open_dispatcher
+from ppruntime.experts.options import BY_TORCH, ExpertChoice, choose_experts, moe_options
 from ppruntime.gemm_budget import limit_gemms
 from ppruntime.host_memory import HostPool
 from ppruntime.kernel_choice import choose_kernels

@@ -19,25 +19,25 @@ import torch.distributed as dist
 
 from ppruntime.boundaries import expected_boundaries
 from ppruntime.build import build_stage, warm_up_stage
-from ppruntime.calibrate import on_device
-from ppruntime.calibration import StagePeak, StageTimes, TransferTimes, median_and_p95
 from ppruntime.channels import make_channels
 from ppruntime.clocks import CudaClock, HostClock, OpTimes
 from ppruntime.config import Config
 from ppruntime.connect import compute_dtype
-from ppruntime.data import open_data
+from ppruntime.data.batches import open_data
 from ppruntime.emulate_replays import Blanks, Recorder
 from ppruntime.emulate_transport import ReplayTransport, split_channels
 from ppruntime.executor import Executor
-from ppruntime.expert_dispatch import open_dispatcher
-from ppruntime.expert_options import choose_experts
+from ppruntime.experts.dispatch import open_dispatcher
+from ppruntime.experts.options import choose_experts
 from ppruntime.linear_options import choose_linears
 from ppruntime.messages import gather_bytes
 from ppruntime.models.carry import DIFFERENTIABLE
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut
 from ppruntime.profiling import align_clocks
-from ppruntime.projector import ProjectionError
+from ppruntime.projection.calibrate import on_device
+from ppruntime.projection.calibration import StagePeak, StageTimes, TransferTimes, median_and_p95
+from ppruntime.projection.projector import ProjectionError
 from ppruntime.ranks import Ranks
 from ppruntime.schedules.absent import AbsentRanks
 from ppruntime.schedules.costs import Costs, Hops

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ppruntime.projector import ProjectionError
+from ppruntime.projection.projector import ProjectionError
 from ppruntime.transports.base import Boundary, Channel
 
 _DRAWN = "; what came from absent stages was drawn"

@@ -18,7 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ppruntime.config import Config
 from ppruntime.connect import compute_dtype
-from ppruntime.expert_exchange import ProcessExchange
+from ppruntime.experts.exchange import ProcessExchange
 from ppruntime.models.carry import MicroBatch
 from ppruntime.models.engram import Engram, EngramOptions
 from ppruntime.models.engram_kernels import engram_kernels

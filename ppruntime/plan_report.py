@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ppruntime.config.keys import Config, RecomputeMode
-from ppruntime.expert_arena_bytes import arena_bytes
+from ppruntime.experts.arena_bytes import arena_bytes
 from ppruntime.master_moments import master_moments
 from ppruntime.memory import (
     activation_bytes,

@@ -11,7 +11,8 @@ from types import TracebackType
 import torch
 
 from ppruntime.config import Config, ConfigError, dumps
-from ppruntime.expert_exchange import DispatchError
+from ppruntime.data.token_file import DataError
+from ppruntime.experts.exchange import DispatchError
 from ppruntime.ledger import MeasuredMemory
 from ppruntime.manifest import CheckpointError, TrainingState, find
 from ppruntime.metrics import MetricsLog, ProgressLine, StepMetrics, mfu, peak_flops
@@ -22,7 +23,6 @@ from ppruntime.ranks import Ranks
 from ppruntime.run_dir import ExitCode, RunDir, RunDirError, Status
 from ppruntime.schedules.ops import ScheduleError
 from ppruntime.termination import InterruptedTwiceError, StoppedError
-from ppruntime.token_file import DataError
 from ppruntime.trainer import StepResult
 from ppruntime.transports.agree import DisagreementError
 from ppruntime.transports.base import TransportError

@@ -19,8 +19,9 @@ import torch
 from ppruntime import checkpoint
 from ppruntime.build import build_pipeline
 from ppruntime.config import Config, digest
-from ppruntime.data import Batches, open_data
-from ppruntime.expert_exchange import DispatchError
+from ppruntime.data.batches import Batches, open_data
+from ppruntime.data.token_file import DataError
+from ppruntime.experts.exchange import DispatchError
 from ppruntime.manifest import CheckpointError, TrainingState, find
 from ppruntime.memory_meter import MemoryMeter
 from ppruntime.memory_record import RankMemory, beside_the_ledger, write_memory
@@ -34,7 +35,6 @@ from ppruntime.remedies import out_of_memory_text
 from ppruntime.reporting import FORESEEN, LOSS_SECONDS, Record, Reporter, exit_code, tell
 from ppruntime.run_dir import ExitCode, RunDirError, new_run_dir, open_run
 from ppruntime.termination import StoppedError, Termination
-from ppruntime.token_file import DataError
 from ppruntime.trainer import Trainer
 from ppruntime.transports.base import TransportError
 

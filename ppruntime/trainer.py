@@ -14,7 +14,7 @@ from ppruntime.apply_in_backward import ApplyInBackward
 from ppruntime.build import Pipeline
 from ppruntime.config import Config
 from ppruntime.config.keys import Optim
-from ppruntime.data import Batches
+from ppruntime.data.batches import Batches
 from ppruntime.memory_watch import MemoryWatch
 from ppruntime.messages import any_rank
 from ppruntime.models.carry import MicroBatch

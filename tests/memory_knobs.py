@@ -47,7 +47,7 @@ def a_step_of_each(
     """Per case what the step gave, a digest of the weights, and the pages of host memory."""
     from ppruntime.build import build_pipeline
     from ppruntime.config import load
-    from ppruntime.data import open_data
+    from ppruntime.data.batches import open_data
     from ppruntime.ranks import Layout, Ranks, join, leave
     from ppruntime.trainer import Trainer
 

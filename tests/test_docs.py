@@ -60,7 +60,8 @@ def test_every_measurement_says_with_what_and_when_it_was_made():
 
 
 def test_every_python_file_ends_up_in_the_map_of_its_room():
-    for room in ("schedules", "transports", "models"):
+    inner = (f"ppruntime/{name}" for name in ("config", "data", "experts", "projection"))
+    for room in ("schedules", "transports", "models", *inner):
         room_map = (ROOT / room / "__init__.py").read_text().split('"""')[1]
         for path in (ROOT / room).glob("*.py"):
             if path.stem != "__init__":

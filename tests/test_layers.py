@@ -88,6 +88,11 @@ def test_links_mapping_and_package_list_agree():
     [
         "ppruntime",
         "ppruntime.config",
+        "ppruntime.data",
+        "ppruntime.experts.arena_bytes",
+        "ppruntime.projection.headline",
+        "ppruntime.projection.planner_inputs",
+        "ppruntime.projection.simulate",
         "ppruntime.schedules",
         "ppruntime.models.dims",
         "ppruntime.launch.cli",

@@ -1,8 +1,14 @@
 """TOML files and command-line overrides -> one checked `Config`, or every mistake with its place.
 
-Read `keys` for what a run is made of, then `loading`. `rules` and its neighbours hold what concerns
-several keys at once, `reading` collects values and mistakes, `errors` words them, `help` prints the
-keys. Knows the model's sizes and no torch; nothing below `ppruntime/` sees a config.
+    keys          what a run is made of: start here
+    loading       `load`, and a config back as TOML or as flat keys
+    reading       collects values and mistakes; `toml_places` finds the lines
+    rules         what concerns several keys; `pipeline_rules`, `expert_rules`, `kernel_rules` and
+                  `training_rules` are its parts, `rule` says what one is
+    errors        what a wrong config looks like to its author
+    help          every key with its text
+
+Knows the model's sizes and no torch; nothing below `ppruntime/` sees a config.
 """
 
 from ppruntime.config.errors import ConfigError

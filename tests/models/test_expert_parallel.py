@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ppruntime.expert_exchange import DispatchError, ProcessExchange
+from ppruntime.experts.exchange import DispatchError, ProcessExchange
 from ppruntime.models.all_to_all import OPS, AllToAll
 from ppruntime.models.dims import preset
 from ppruntime.models.init import init_parameters

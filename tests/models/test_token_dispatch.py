@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ppruntime.expert_exchange import ProcessExchange
+from ppruntime.experts.exchange import ProcessExchange
 from ppruntime.models.all_to_all import AllToAll, _by_expert
 from ppruntime.models.dims import preset
 from ppruntime.models.dispatch import WireOptions

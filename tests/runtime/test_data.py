@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppruntime.config import load
-from ppruntime.data import Batches, open_data, split_documents
-from ppruntime.data_sources import MadeUpTokens, TokenSource
+from ppruntime.data.batches import Batches, open_data, split_documents
+from ppruntime.data.sources import MadeUpTokens, TokenSource
+from ppruntime.data.token_file import DataError, TokenFile
+from ppruntime.data.token_writer import Document, Vocabulary, write
 from ppruntime.models.carry import IGNORED_LABEL
-from ppruntime.token_file import DataError, TokenFile
-from ppruntime.token_writer import Document, Vocabulary, write
 
 NO_TOKENS = np.empty(0, np.int64)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppruntime.corpus import Text, build, file_texts, stdlib_texts
-from ppruntime.token_file import DataError, TokenFile
-from ppruntime.tokenizer import ByteTokenizer, load_tokenizer
+from ppruntime.data.corpus import Text, build, file_texts, stdlib_texts
+from ppruntime.data.token_file import DataError, TokenFile
+from ppruntime.data.tokenizer import ByteTokenizer, load_tokenizer
 
 
 @pytest.fixture

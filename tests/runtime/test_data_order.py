@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppruntime.data_order import key, mix, permutation, permute
+from ppruntime.data.order import key, mix, permutation, permute
 
 KEYS = st.integers(0, 2**64 - 1)
 

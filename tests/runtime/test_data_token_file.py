@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppruntime.token_file import DataError, TokenFile, parse_index
-from ppruntime.token_writer import Document, Vocabulary, write
+from ppruntime.data.token_file import DataError, TokenFile, parse_index
+from ppruntime.data.token_writer import Document, Vocabulary, write
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from ppruntime.deep_ep import DeepEpBuffer
-from ppruntime.expert_exchange import ProcessExchange
+from ppruntime.experts.deep_ep import DeepEpBuffer
+from ppruntime.experts.exchange import ProcessExchange
 from ppruntime.models.all_to_all import AllToAll
 from ppruntime.models.dims import preset
 from ppruntime.models.dispatch import WireOptions

@@ -16,20 +16,25 @@ import pytest
 import torch
 
 from ppruntime.build import build_stage
-from ppruntime.calibrate import Depths
-from ppruntime.calibration import Calibration, PerStep, StageTimes, read_calibration
-from ppruntime.calibration_file import calibration_of, merged, refuse_profilers, write_calibration
 from ppruntime.config import load
-from ppruntime.data import open_data
+from ppruntime.data.batches import open_data
 from ppruntime.emulate import check_emulation, emulate
 from ppruntime.emulate_replays import Blanks, Recorder, drawn
 from ppruntime.emulate_transport import ReplayTransport, split_channels
-from ppruntime.expert_options import ExpertChoice
+from ppruntime.experts.options import ExpertChoice
 from ppruntime.launch.cli import main
 from ppruntime.models.kernels.expert_backends import ExpertBackend
-from ppruntime.pipeline_projection import stage_costs
 from ppruntime.plan import cut
-from ppruntime.projector import ProjectionError
+from ppruntime.projection.calibrate import Depths
+from ppruntime.projection.calibration import Calibration, PerStep, StageTimes, read_calibration
+from ppruntime.projection.calibration_file import (
+    calibration_of,
+    merged,
+    refuse_profilers,
+    write_calibration,
+)
+from ppruntime.projection.pipeline import stage_costs
+from ppruntime.projection.projector import ProjectionError
 from ppruntime.ranks import Layout, join, leave
 from ppruntime.schedules import make
 from ppruntime.schedules.absent import AbsentRanks

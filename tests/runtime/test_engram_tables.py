@@ -38,7 +38,7 @@ def trainer_of(overrides: tuple[str, ...]):
     """A trainer, its data and its ranks, for one rank of a started world."""
     from ppruntime.build import build_pipeline
     from ppruntime.config import load
-    from ppruntime.data import open_data
+    from ppruntime.data.batches import open_data
     from ppruntime.ranks import Layout, join, leave
     from ppruntime.trainer import Trainer
 
@@ -145,7 +145,7 @@ def test_tables_that_move_in_the_backward_move_as_they_do_behind_it(run_ranks):
 def shares(rank: int):
     """Bytes of the table here, whether it was ever whole, and how often ranks met in a step."""
     from ppruntime.engram_tables import engrams_of
-    from ppruntime.expert_exchange import ProcessExchange
+    from ppruntime.experts.exchange import ProcessExchange
 
     begin, told = ProcessExchange.begin, []
 

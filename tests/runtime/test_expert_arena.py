@@ -9,7 +9,7 @@ import simulated_cuda
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from ppruntime import expert_arena
+from ppruntime.experts import arena as expert_arena
 from ppruntime.models.mega_moe_rules import ArenaShape
 from ppruntime.transports.agree import DisagreementError
 from ppruntime.transports.base import TransportError

@@ -10,9 +10,9 @@ import torch
 from small_runs import CONFIG, SMALL, train
 
 from ppruntime.config import ConfigError, load
-from ppruntime.deep_ep import unavailable_reason
-from ppruntime.expert_dispatch import open_dispatcher, wire_options
-from ppruntime.expert_options import ExpertChoice, moe_options
+from ppruntime.experts.deep_ep import unavailable_reason
+from ppruntime.experts.dispatch import open_dispatcher, wire_options
+from ppruntime.experts.options import ExpertChoice, moe_options
 from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.models.moe import HERE
 

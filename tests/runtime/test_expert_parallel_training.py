@@ -43,7 +43,7 @@ def trainer_of(overrides: tuple[str, ...]) -> Iterator[tuple]:
     """A trainer, its data and its ranks, for one rank of a started world."""
     from ppruntime.build import build_pipeline
     from ppruntime.config import load
-    from ppruntime.data import open_data
+    from ppruntime.data.batches import open_data
     from ppruntime.ranks import Layout, join, leave
     from ppruntime.trainer import Trainer
 
@@ -229,7 +229,7 @@ def test_weight_gradients_after_the_combine_change_no_step_and_fp8_rows_change_a
 def train_by_tokens(rank: int, run_dir: str, overrides: tuple[str, ...]):
     """A run with deep_ep's dispatcher, in two parts, on the readable buffer."""
     import ppruntime.build as module
-    from ppruntime.expert_exchange import ProcessExchange
+    from ppruntime.experts.exchange import ProcessExchange
     from ppruntime.models.dispatch import WireOptions
     from ppruntime.models.token_buffer import ExchangeBuffer
     from ppruntime.models.token_dispatch import TokenDispatcher
@@ -272,7 +272,7 @@ LIMIT_SECONDS = 14
 
 
 def train_with_a_bad_peer(rank: int, run_dir: str, how: str):
-    from ppruntime.expert_exchange import ProcessExchange
+    from ppruntime.experts.exchange import ProcessExchange
 
     begin, calls = ProcessExchange.begin, []
 

@@ -8,7 +8,7 @@ from small_runs import train
 
 from ppruntime.compare import compare_metrics
 from ppruntime.config import ConfigError, load
-from ppruntime.expert_options import ExpertChoice, choose_experts, moe_options
+from ppruntime.experts.options import ExpertChoice, choose_experts, moe_options
 from ppruntime.metrics import read_metrics
 from ppruntime.models.kernels import expert_backends
 from ppruntime.models.kernels.expert_backends import ExpertBackend
@@ -141,7 +141,7 @@ def test_a_backend_that_is_missing_is_refused_with_its_reason_and_what_works(mon
 
 def test_auto_takes_the_fastest_that_works_and_says_why(monkeypatch):
     works: set[ExpertBackend] = set()
-    for module in ("ppruntime.expert_options", expert_backends.__name__):
+    for module in ("ppruntime.experts.options", expert_backends.__name__):
         monkeypatch.setattr(
             f"{module}.unavailable_reason",
             lambda backend: None if backend in works else f"no {backend.value} here",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ppruntime.config import ConfigError, load
-from ppruntime.expert_options import ExpertChoice, moe_options
+from ppruntime.experts.options import ExpertChoice, moe_options
 from ppruntime.gemm_budget import limit_gemms
 from ppruntime.models.kernels import grouped_gemm
 from ppruntime.models.kernels.expert_backends import ExpertBackend

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from ppruntime.calibrate_kernels import kernel_calibration, remote_copies, unit_pieces
 from ppruntime.config import load
-from ppruntime.headline import (
+from ppruntime.models.dims import preset, unit_specs
+from ppruntime.projection.calibrate_kernels import kernel_calibration, remote_copies, unit_pieces
+from ppruntime.projection.headline import (
     H200_BYTES,
     RESERVED_BYTES,
     exchanges,
     job_of,
     project_plan,
 )
-from ppruntime.kernel_records import read_kernels
-from ppruntime.models.dims import preset, unit_specs
-from ppruntime.planner import uniform_plan
-from ppruntime.planner_inputs import task_of
-from ppruntime.projector import Origin, ProjectionError
+from ppruntime.projection.kernel_records import read_kernels
+from ppruntime.projection.planner import uniform_plan
+from ppruntime.projection.planner_inputs import task_of
+from ppruntime.projection.projector import Origin, ProjectionError
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "docs" / "bench"

@@ -14,8 +14,8 @@ from live_memory import Recorder
 from small_runs import CONFIG, SMALL, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ppruntime.data.token_writer import Document, Vocabulary, write
 from ppruntime.metrics import read_metrics
-from ppruntime.token_writer import Document, Vocabulary, write
 from ppruntime.trainer import StepResult
 
 # --- the same numbers on every rank ---------------------------------------------------------------
@@ -26,7 +26,7 @@ def trainer_of(overrides: tuple[str, ...]):
     """A config, its ranks, a trainer and its data, for one rank of a started world."""
     from ppruntime.build import build_pipeline
     from ppruntime.config import load
-    from ppruntime.data import open_data
+    from ppruntime.data.batches import open_data
     from ppruntime.ranks import Layout, join, leave
     from ppruntime.trainer import Trainer
 

@@ -20,7 +20,7 @@ def holdings_of(
     but one and behind the last."""
     from ppruntime.build import build_pipeline
     from ppruntime.config import load
-    from ppruntime.data import open_data
+    from ppruntime.data.batches import open_data
     from ppruntime.memory_watch import TensorCounter
     from ppruntime.ranks import Layout, join, leave
     from ppruntime.trainer import Trainer

@@ -61,8 +61,8 @@ def test_a_run_with_the_fused_layer_trains_as_one_with_the_all_to_all(
 
 def open_layer(rank, *, timeout_seconds):
     """The fused dispatcher of this rank and the exchange that it shares with an all-to-all."""
-    from ppruntime.expert_arena import open_arena
-    from ppruntime.expert_exchange import ProcessExchange
+    from ppruntime.experts.arena import open_arena
+    from ppruntime.experts.exchange import ProcessExchange
     from ppruntime.models.mega_moe import MegaMoe, MegaMoeOptions
     from ppruntime.models.mega_moe_rules import ArenaShape
 

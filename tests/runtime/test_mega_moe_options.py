@@ -4,8 +4,8 @@ import torch
 from small_runs import CONFIG
 
 from ppruntime.config import load
-from ppruntime.expert_arena_bytes import arena_bytes, arena_shape
-from ppruntime.expert_dispatch import unavailable_reason
+from ppruntime.experts.arena_bytes import arena_bytes, arena_shape
+from ppruntime.experts.dispatch import unavailable_reason
 from ppruntime.ledger import predict
 from ppruntime.models.mega_moe_rules import MeetingError, PoolOverflow
 from ppruntime.plan_report import report

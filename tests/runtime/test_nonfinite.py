@@ -114,7 +114,7 @@ def skips_of_each(
 
     from ppruntime.build import build_pipeline
     from ppruntime.config import load
-    from ppruntime.data import open_data
+    from ppruntime.data.batches import open_data
     from ppruntime.ranks import Layout, Ranks, join, leave
     from ppruntime.trainer import Trainer
 

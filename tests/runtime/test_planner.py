@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppruntime.calibrate_kernels import kernel_calibration
 from ppruntime.config import load
-from ppruntime.kernel_records import read_kernels
 from ppruntime.launch.cli import main
 from ppruntime.launch.plan_search import BENCHES, overrides
 from ppruntime.models.dims import unit_specs
 from ppruntime.order import make_order
 from ppruntime.plan import cut
-from ppruntime.planner import find_plans
-from ppruntime.planner_inputs import expert_variants, task_of
-from ppruntime.planner_task import Choice, ExpertUse, PlannedUnit, Task, Variant
-from ppruntime.projector import ProjectionError
+from ppruntime.projection.calibrate_kernels import kernel_calibration
+from ppruntime.projection.kernel_records import read_kernels
+from ppruntime.projection.planner import find_plans
+from ppruntime.projection.planner_inputs import expert_variants, task_of
+from ppruntime.projection.planner_task import Choice, ExpertUse, PlannedUnit, Task, Variant
+from ppruntime.projection.projector import ProjectionError
 from ppruntime.recompute import mode_of
 from ppruntime.schedules.counts import peak_in_flight
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ppruntime.metrics import mfu as measured_mfu
 from ppruntime.models.dims import counts, preset
-from ppruntime.projector import (
+from ppruntime.projection.projector import (
     Interruptions,
     Job,
     Origin,

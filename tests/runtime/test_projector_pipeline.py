@@ -10,7 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppruntime.calibration import (
+from ppruntime.config import load
+from ppruntime.models.dims import counts, preset, unit_specs
+from ppruntime.plan import cut
+from ppruntime.plan_report import flop_costs
+from ppruntime.projection.calibration import (
     Calibration,
     PerStep,
     StageTimes,
@@ -21,9 +25,7 @@ from ppruntime.calibration import (
     transfer_seconds,
     unit_type,
 )
-from ppruntime.config import load
-from ppruntime.models.dims import counts, preset, unit_specs
-from ppruntime.pipeline_projection import (
+from ppruntime.projection.pipeline import (
     HopCost,
     Parts,
     Piece,
@@ -33,9 +35,7 @@ from ppruntime.pipeline_projection import (
     project,
     stage_costs,
 )
-from ppruntime.plan import cut
-from ppruntime.plan_report import flop_costs
-from ppruntime.projector import Job, Origin, ProjectionError
+from ppruntime.projection.projector import Job, Origin, ProjectionError
 from ppruntime.schedules import NAMES, make
 from ppruntime.schedules.ops import Kind
 

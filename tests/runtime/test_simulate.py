@@ -12,7 +12,7 @@ import pytest
 from ppruntime.config import load
 from ppruntime.launch.cli import main
 from ppruntime.plan import cut
-from ppruntime.simulate import CAUSES, collective_seconds
+from ppruntime.projection.simulate import CAUSES, collective_seconds
 
 FULL = Path(__file__).parents[2] / "launch" / "configs" / "v41-flash-pp16.toml"
 BASE = "simulate --gpus 1536 train.num_micro_batches=40 --transfer-s 0.0073 --per-step-s opt=0.15 "

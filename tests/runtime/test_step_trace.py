@@ -110,7 +110,7 @@ def _traced_step(rank, kind, folder):
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     from ppruntime.build import build_pipeline
     from ppruntime.config import load
-    from ppruntime.data import open_data
+    from ppruntime.data.batches import open_data
     from ppruntime.models.carry import MicroBatch
     from ppruntime.ranks import Layout, join, leave
 

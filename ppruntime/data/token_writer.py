@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ppruntime.token_file import (
+from ppruntime.data.token_file import (
     HEADER,
     MAGIC,
     TYPE_OF_CODE,

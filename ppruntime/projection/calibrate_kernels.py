@@ -7,17 +7,7 @@ numbers, not this file.
 
 from __future__ import annotations
 
-from ppruntime.calibration import (
-    Calibration,
-    HeldBytes,
-    PerStep,
-    Slowdown,
-    TransferTimes,
-    UnitTimes,
-    unit_type,
-)
 from ppruntime.config import Config
-from ppruntime.kernel_records import Kernels, PartTimes
 from ppruntime.memory import gradient_bytes
 from ppruntime.models.dims import (
     ModelDims,
@@ -28,8 +18,18 @@ from ppruntime.models.dims import (
     forward_flops_per_token,
     unit_specs,
 )
-from ppruntime.pipeline_projection import Piece
-from ppruntime.projector import Origin
+from ppruntime.projection.calibration import (
+    Calibration,
+    HeldBytes,
+    PerStep,
+    Slowdown,
+    TransferTimes,
+    UnitTimes,
+    unit_type,
+)
+from ppruntime.projection.kernel_records import Kernels, PartTimes
+from ppruntime.projection.pipeline import Piece
+from ppruntime.projection.projector import Origin
 
 IB_BYTES_PER_S = 46e9
 """What one GPU's InfiniBand moves one way; published for the same machines, not measured here."""

@@ -8,14 +8,14 @@ from itertools import product
 
 from msgspec.structs import replace
 
-from ppruntime.calibration import Calibration, on_data_ranks, transfer_seconds, unit_type
 from ppruntime.config.keys import Config, ExpertCompute
-from ppruntime.kernel_records import Kernels
 from ppruntime.memory import activation_bytes, compute_dtype_name, state_bytes
 from ppruntime.models.dims import UnitKind, UnitSpec, boundary_bytes, unit_specs
 from ppruntime.plan import StagePlan
-from ppruntime.planner_task import Choice, ExpertUse, PlannedUnit, Task, Variant
-from ppruntime.projector import Origin, ProjectionError, weakest
+from ppruntime.projection.calibration import Calibration, on_data_ranks, transfer_seconds, unit_type
+from ppruntime.projection.kernel_records import Kernels
+from ppruntime.projection.planner_task import Choice, ExpertUse, PlannedUnit, Task, Variant
+from ppruntime.projection.projector import Origin, ProjectionError, weakest
 
 
 def task_of(

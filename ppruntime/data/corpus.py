@@ -13,9 +13,9 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from ppruntime.token_file import DataError
-from ppruntime.token_writer import Document, Vocabulary, write
-from ppruntime.tokenizer import ByteTokenizer, Tokenizer
+from ppruntime.data.token_file import DataError
+from ppruntime.data.token_writer import Document, Vocabulary, write
+from ppruntime.data.tokenizer import ByteTokenizer, Tokenizer
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from ppruntime.calibration import (
+from ppruntime.config import Config
+from ppruntime.plan import cut
+from ppruntime.projection.calibration import (
     LEAST_SAMPLES,
     Calibration,
     HeldBytes,
@@ -25,9 +27,7 @@ from ppruntime.calibration import (
     UnitTimes,
     read_calibration,
 )
-from ppruntime.config import Config
-from ppruntime.plan import cut
-from ppruntime.projector import ProjectionError
+from ppruntime.projection.projector import ProjectionError
 
 
 def calibration_of(

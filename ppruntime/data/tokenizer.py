@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ppruntime.token_file import DataError, Integers
+from ppruntime.data.token_file import DataError, Integers
 
 
 class Tokenizer(Protocol):

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from ppruntime.config.keys import Config
-from ppruntime.corpus import build_stdlib, stdlib_prefix
-from ppruntime.data_order import key, permutation
-from ppruntime.data_sources import MadeUpTokens, Source, TokenSource
-from ppruntime.token_file import DataError, Integers, TokenFile
+from ppruntime.data.corpus import build_stdlib, stdlib_prefix
+from ppruntime.data.order import key, permutation
+from ppruntime.data.sources import MadeUpTokens, Source, TokenSource
+from ppruntime.data.token_file import DataError, Integers, TokenFile
 
 if TYPE_CHECKING:
     from ppruntime.models.carry import MicroBatch

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from ppruntime.models.dims import ModelDims, UnitKind, UnitSpec
-from ppruntime.projector import Origin, ProjectionError, weakest
+from ppruntime.projection.projector import Origin, ProjectionError, weakest
 
 LEAST_SAMPLES = 100
 """A measured row with fewer says too little about a median and a 95th percentile."""

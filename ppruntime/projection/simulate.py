@@ -1,6 +1,6 @@
 """A pipeline's step on a cluster that is not ideal: parts -> machine -> step, waterfall, replicas.
 
-`pipeline_projection.Parts` says what ops and hops take; `Surroundings` what else happens: transfers
+`pipeline.Parts` says what ops and hops take; `Surroundings` what else happens: transfers
 that slow compute down, noise, host copies, the data ranks' collectives. No torch.
 """
 
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from ppruntime.calibration import SENT
 from ppruntime.config.keys import Config
 from ppruntime.memory import activation_bytes, state_bytes
 from ppruntime.models.dims import unit_parameters
 from ppruntime.models.parameters import Part
-from ppruntime.pipeline_projection import Parts
 from ppruntime.plan import StagePlan
-from ppruntime.projector import Job, Origin, Pace, ProjectionError, weakest
+from ppruntime.projection.calibration import SENT
+from ppruntime.projection.pipeline import Parts
+from ppruntime.projection.projector import Job, Origin, Pace, ProjectionError, weakest
 from ppruntime.schedules.costs import Costs, StageBytes
 from ppruntime.schedules.machine import HostCopies, Interference, Link, Machine, Noise, StepEnd
 from ppruntime.schedules.ops import Kind, Schedule

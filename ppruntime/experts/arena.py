@@ -15,8 +15,8 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ppruntime.config import Config, ConfigError
-from ppruntime.expert_arena_bytes import arena_shape
-from ppruntime.expert_exchange import ProcessExchange
+from ppruntime.experts.arena_bytes import arena_shape
+from ppruntime.experts.exchange import ProcessExchange
 from ppruntime.models.mega_moe import MegaMoe, MegaMoeOptions
 from ppruntime.models.mega_moe_arena import Arena
 from ppruntime.models.mega_moe_rules import ArenaShape

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from ppruntime.build import build_stage
-from ppruntime.calibration import (
+from ppruntime.config import Config
+from ppruntime.data.batches import open_data
+from ppruntime.experts.options import choose_experts
+from ppruntime.linear_options import choose_linears
+from ppruntime.memory import activation_bytes
+from ppruntime.models.carry import CROSSING, DIFFERENTIABLE, MicroBatch
+from ppruntime.models.dims import UnitSpec, unit_specs
+from ppruntime.plan import StagePlan, cut
+from ppruntime.projection.calibration import (
     HeldBytes,
     OpTimes,
     PerStep,
@@ -22,15 +30,7 @@ from ppruntime.calibration import (
     median_and_p95,
     unit_type,
 )
-from ppruntime.config import Config
-from ppruntime.data import open_data
-from ppruntime.expert_options import choose_experts
-from ppruntime.linear_options import choose_linears
-from ppruntime.memory import activation_bytes
-from ppruntime.models.carry import CROSSING, DIFFERENTIABLE, MicroBatch
-from ppruntime.models.dims import UnitSpec, unit_specs
-from ppruntime.plan import StagePlan, cut
-from ppruntime.projector import ProjectionError
+from ppruntime.projection.projector import ProjectionError
 from ppruntime.ranks import Ranks
 from ppruntime.stage import Stage
 from ppruntime.trainer import make_optimizer

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ppruntime.planner_cut import Fronts
-from ppruntime.planner_task import PlannedStage, Task, peak_bytes, stage_of, units_of
-from ppruntime.projector import ProjectionError
+from ppruntime.projection.planner_cut import Fronts
+from ppruntime.projection.planner_task import PlannedStage, Task, peak_bytes, stage_of, units_of
+from ppruntime.projection.projector import ProjectionError
 from ppruntime.schedules import make
 from ppruntime.schedules.costs import Costs, Hops
 from ppruntime.schedules.counts import peak_in_flight

@@ -1,7 +1,7 @@
 """The arithmetic of projection: MFU, step time, tokens/s, days, cost, failures. Pure, no torch.
 
 Start at `Job`: what is trained on what. `Job.at_mfu`, `at_step_s`, `at_tokens_per_s` and `at_days`
-give the same `Pace` from either end. `pipeline_projection` finds the step time of a pipeline.
+give the same `Pace` from either end. `pipeline` finds the step time of a pipeline.
 """
 
 from __future__ import annotations

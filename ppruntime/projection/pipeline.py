@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ppruntime.calibration import Calibration, PerStep, transfer_seconds, unit_type
 from ppruntime.config.keys import Config
 from ppruntime.memory import compute_dtype_name, gradient_bytes
 from ppruntime.models.dims import UnitSpec, boundary_bytes
 from ppruntime.plan import StagePlan
 from ppruntime.plan_report import flop_costs
-from ppruntime.projector import Job, Origin, Pace, ProjectionError, weakest
+from ppruntime.projection.calibration import Calibration, PerStep, transfer_seconds, unit_type
+from ppruntime.projection.projector import Job, Origin, Pace, ProjectionError, weakest
 from ppruntime.recompute import mode_of
 from ppruntime.schedules.costs import Costs, Hops
 from ppruntime.schedules.ops import COMPUTE, Kind, Op, Schedule

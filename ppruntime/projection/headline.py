@@ -13,25 +13,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ppruntime.calibrate_kernels import (
+from ppruntime.config import Config
+from ppruntime.models.dims import counts, unit_specs
+from ppruntime.plan import cut
+from ppruntime.projection.calibrate_kernels import (
     IB_BYTES_PER_S,
     kernel_calibration,
     per_step_rows,
     remote_copies,
     unit_pieces,
 )
-from ppruntime.calibration import PerStep
-from ppruntime.config import Config
-from ppruntime.kernel_records import Kernels
-from ppruntime.models.dims import counts, unit_specs
-from ppruntime.pipeline_projection import HopCost, Parts, Piece, StageCost
-from ppruntime.plan import cut
-from ppruntime.planner import Found, Plan, find_plans
-from ppruntime.planner_inputs import expert_variants, task_of
-from ppruntime.planner_task import PlannedStage, Variant
-from ppruntime.projector import Job, Origin
+from ppruntime.projection.calibration import PerStep
+from ppruntime.projection.kernel_records import Kernels
+from ppruntime.projection.pipeline import HopCost, Parts, Piece, StageCost
+from ppruntime.projection.planner import Found, Plan, find_plans
+from ppruntime.projection.planner_inputs import expert_variants, task_of
+from ppruntime.projection.planner_task import PlannedStage, Variant
+from ppruntime.projection.projector import Job, Origin
+from ppruntime.projection.simulate import Simulation, Surroundings, collective_seconds, simulate
 from ppruntime.schedules import make
-from ppruntime.simulate import Simulation, Surroundings, collective_seconds, simulate
 
 SPREAD = {Origin.MEASURED: 0.02, Origin.MODELLED: 0.15, Origin.ASSUMED: 0.40}
 """By how much a piece may be off, assumed: the step's interval has all pieces off the same way."""

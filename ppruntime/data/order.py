@@ -10,7 +10,7 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from ppruntime.token_file import Integers
+from ppruntime.data.token_file import Integers
 
 _FEISTEL_ROUNDS = 6
 

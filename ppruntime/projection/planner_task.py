@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ppruntime.projector import Origin
+from ppruntime.projection.projector import Origin
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Sequences of tokens by number: from a token file, or made up. `data.py` tells the order."""
+"""Sequences of tokens by number: from a token file, or made up. `batches.py` tells the order."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ppruntime.data_order import key, mix, permutation, permute
-from ppruntime.token_file import DataError, Integers, TokenFile
+from ppruntime.data.order import key, mix, permutation, permute
+from ppruntime.data.token_file import DataError, Integers, TokenFile
 
 _BLOCK_SAMPLES = 64
 

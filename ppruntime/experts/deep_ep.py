@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ppruntime.expert_exchange import DispatchError
+from ppruntime.experts.exchange import DispatchError
 from ppruntime.models.fp8_wire import WireRows
 from ppruntime.models.token_buffer import Arrived, Pending
 

@@ -6,9 +6,9 @@ from importlib.util import find_spec
 
 import torch
 
-from ppruntime import deep_ep
 from ppruntime.config import Config, ConfigError
-from ppruntime.expert_exchange import ProcessExchange
+from ppruntime.experts import deep_ep
+from ppruntime.experts.exchange import ProcessExchange
 from ppruntime.models.all_to_all import AllToAll
 from ppruntime.models.dispatch import AllHere, Dispatcher, WireOptions
 from ppruntime.models.token_dispatch import TokenDispatcher
@@ -25,7 +25,7 @@ def open_dispatcher(config: Config, ranks: Ranks, *, timeout_seconds: float) -> 
     if (reason := unavailable_reason(config, ranks.device)) is not None:
         raise ConfigError(reason)
     if config.moe.dispatch.type == "mega_moe":
-        from ppruntime.expert_arena import open_mega_moe  # needs Triton
+        from ppruntime.experts.arena import open_mega_moe  # needs Triton
 
         return open_mega_moe(config, ranks, timeout_seconds=timeout_seconds)
     if ranks.layout.ep == 1:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ppruntime.projector import ProjectionError
+from ppruntime.projection.projector import ProjectionError
 from ppruntime.schedules.machine import Interference
 
 _LARGE = 335_544_320

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ppruntime.planner_task import (
+from ppruntime.projection.planner_task import (
     Choice,
     PlannedStage,
     PlannedUnit,

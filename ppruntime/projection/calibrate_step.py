@@ -17,14 +17,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ppruntime.build import Pipeline, build_pipeline
-from ppruntime.calibrate import on_device
-from ppruntime.calibration import PerStep, median_and_p95
 from ppruntime.config import Config
-from ppruntime.data import open_data
+from ppruntime.data.batches import open_data
 from ppruntime.models.carry import MicroBatch
 from ppruntime.models.weight_copies import WeightCopies, renew_copies
 from ppruntime.optim import clip_, global_norm
-from ppruntime.projector import ProjectionError
+from ppruntime.projection.calibrate import on_device
+from ppruntime.projection.calibration import PerStep, median_and_p95
+from ppruntime.projection.projector import ProjectionError
 from ppruntime.ranks import Ranks
 from ppruntime.trainer import make_optimizer
 from ppruntime.wrap import hold_gradients, reduce_grads
