@@ -6,7 +6,7 @@ all kinds     ledger (checks of every call), slots (receive buffers), ring (slot
               (what ranks compare before the first transfer), lives (hosts, dead peers), per_channel
               (each channel by its own kind), selftest
 anywhere      local (inside a process), shared_memory (inside a host, over shared_slots and line),
-              p2p (gloo, over connection), host_opening (what both check)
+              p2p (gloo, over connection); both over host_transport and host_opening
 GPUs          nccl (over communicators), copy_engine (over peer_memory), put
 on GPUs       device (order, events, deadlines, abort, for all three), watchdog, opening (over
               meeting), background (calls that may hang)

@@ -24,7 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,17 +33,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ppruntime.transports.base import Channel, TransportError
 from ppruntime.transports.connection import NOTICE_SECONDS, Connection, Link
 from ppruntime.transports.host_opening import checked_store
-from ppruntime.transports.ledger import Ledger
+from ppruntime.transports.host_transport import CPU, JOIN_SECONDS, HostTransport, out_of_order
 from ppruntime.transports.slots import Slot, SlotPool, aligned_bytes, typed_views
 
 _HEADER = struct.Struct("=qq")
 """Behind the tensors of a message: its number on the channel and its micro-batch, two int64."""
 _HEADER_BYTES = _HEADER.size
-_CPU = torch.device("cpu")
-_JOIN_SECONDS = 2.0
 
 
-class GlooTransport:
+class GlooTransport(HostTransport):
     """This rank's ends of `channels` over gloo; see `Transport`.
 
     Opening it is collective over the channels' ranks. A boundary is packed into one message, so a
@@ -59,32 +57,27 @@ class GlooTransport:
         timeout_seconds: float,
         store: Store,
     ) -> None:
-        mine = sorted((c for c in channels if rank in (c.src_rank, c.dst_rank)), key=lambda c: c.id)
-        self._rank = rank
-        self._timeout_seconds = timeout_seconds
+        super().__init__(channels, rank, timeout_seconds=timeout_seconds)
         self._store = store
-        self._ledger = Ledger(mine, rank, _CPU)
-        self._ending = threading.Lock()
-        self._closed = False
         self._links: dict[int, Link] = {}
         self._outboxes: dict[int, _Outbox] = {}
         self._inboxes: dict[int, _Inbox] = {}
         try:
-            self._connect_all(mine)
+            self._connect_all()
         except TransportError:
             self.close()
             raise
 
-    def _connect_all(self, channels: Sequence[Channel]) -> None:
+    def _connect_all(self) -> None:
         # All ranks connect in one order: links by their ranks, then channels by id. Both ends of
         # the first one that is not connected yet have come to it, so they never wait in a cycle.
         rank = self._rank
-        peers = {c.src_rank + c.dst_rank - rank for c in channels}
+        peers = {c.src_rank + c.dst_rank - rank for c in self._channels}
         for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in peers):
             peer = low + high - rank
             connection = self._connect(f"link {low} {high}", peer, is_first=rank == low)
             self._links[peer] = Link(peer, connection, self._end)
-        for channel in channels:
+        for channel in self._channels:
             is_source = channel.src_rank == rank
             peer = channel.dst_rank if is_source else channel.src_rank
             connection = self._connect(f"channel {channel.id}", peer, is_first=is_source)
@@ -106,11 +99,7 @@ class GlooTransport:
         self._ledger.take(channel, micro_batch)
         inbox = self._inboxes[channel.id]
         if not _wait(inbox.arrived, self._timeout_seconds):
-            self._raise(
-                channel,
-                micro_batch,
-                f"did not come from rank {channel.src_rank} within {self._timeout_seconds} s",
-            )
+            self._did_not_come(channel, micro_batch)
         return inbox.tensors(micro_batch)
 
     def release(self, channel: Channel, micro_batch: int) -> None:
@@ -122,27 +111,26 @@ class GlooTransport:
         for outbox in self._outboxes.values():
             while outbox.pending:
                 if not _wait(outbox.left, self._timeout_seconds):
-                    self._raise(
-                        outbox.channel,
-                        outbox.pending[0],
-                        f"was not received by rank {outbox.channel.dst_rank} within"
-                        f" {self._timeout_seconds} s after the step's end",
-                    )
+                    self._was_not_received(outbox.channel, outbox.pending[0])
                 outbox.pending.popleft()
 
-    def abort(self, reason: str) -> None:
-        self._end(f"rank {self._rank} ended the transfers: {reason}")
+    def _tell(self, reason: str | None) -> None:
+        # Copies of the lists: a peer may end while the host thread connects to others.
+        for inbox in list(self._inboxes.values()):
+            inbox.arrived.put(False)
+        for outbox in list(self._outboxes.values()):
+            outbox.left.put(False)
+        # The notices first: a peer that sees a connection break then knows why.
+        for link in list(self._links.values()):
+            link.notify(reason or "")
+        self._close_connections()
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._end(f"the transport of rank {self._rank} is closed", orderly=True)
+    def _give_back(self) -> None:
         for box in self._boxes():
             box.stop()
         self._close_connections()  # of a transport that ended while it was being opened
         for part in (*self._boxes(), *self._links.values()):
-            part.thread.join(_JOIN_SECONDS)
+            part.thread.join(JOIN_SECONDS)
 
     def _boxes(self) -> list[_Outbox | _Inbox]:
         return [*self._outboxes.values(), *self._inboxes.values()]
@@ -169,31 +157,6 @@ class GlooTransport:
             )
             self.abort(reason)
             raise TransportError(reason) from error
-
-    def _raise(self, channel: Channel, micro_batch: int, what: str) -> NoReturn:
-        """Raises because of `what`, unless the transport has ended before for another reason."""
-        self._ledger.check_alive(channel, micro_batch)
-        reason = f"{channel}: micro-batch {micro_batch} {what}"
-        self.abort(reason)
-        raise TransportError(reason)
-
-    def _end(self, reason: str, *, orderly: bool = False) -> None:
-        """Ends all transfers and tells the peers, on whichever thread; the first reason stays.
-
-        Returns once all peers are told, also where another thread tells them.
-        """
-        with self._ending:
-            if not self._ledger.end(reason):
-                return
-            # Copies of the lists: a peer may end while the host thread connects to others.
-            for inbox in list(self._inboxes.values()):
-                inbox.arrived.put(False)
-            for outbox in list(self._outboxes.values()):
-                outbox.left.put(False)
-            # The notices first: a peer that sees a connection break then knows why.
-            for link in list(self._links.values()):
-                link.notify("" if orderly else reason)
-            self._close_connections()
 
 
 def open(
@@ -229,7 +192,7 @@ class _Outbox:
         self.connection = connection
         self.pending: deque[int] = deque()
         self.left: SimpleQueue[bool] = SimpleQueue()
-        self._message = aligned_bytes(channel.boundary.slot_bytes + _HEADER_BYTES, _CPU)
+        self._message = aligned_bytes(channel.boundary.slot_bytes + _HEADER_BYTES, CPU)
         self._views = typed_views(channel.boundary, self._message)
         self._header = _header(self._message)
         self._work: SimpleQueue[tuple[int, Sequence[Tensor]] | None] = SimpleQueue()
@@ -259,7 +222,7 @@ class _Inbox:
     ) -> None:
         self.channel = channel
         self.connection = connection
-        self.pool = SlotPool(channel, _CPU, trailer_bytes=_HEADER_BYTES)
+        self.pool = SlotPool(channel, CPU, trailer_bytes=_HEADER_BYTES)
         self._tensors: dict[int, tuple[Tensor, ...]] = {}
         self._headers = [_header(slot.buffer) for slot in self.pool.slots]
         self.arrived: SimpleQueue[bool] = SimpleQueue()
@@ -282,15 +245,12 @@ class _Inbox:
 
     def _move(self, number: int, micro_batch: int, slot: Slot) -> None:
         self.connection.receive(slot.buffer)
-        came_number, came_micro_batch = _HEADER.unpack_from(self._headers[slot.index])
-        if (came_number, came_micro_batch) == (number, micro_batch):
+        came: tuple[int, int] = _HEADER.unpack_from(self._headers[slot.index])
+        if came == (number, micro_batch):
             self.arrived.put(True)
         else:
-            self._end(
-                f"{self.channel}: micro-batch {micro_batch} was expected as message {number},"
-                f" micro-batch {came_micro_batch} came as message {came_number}; both ends must use"
-                " one order"
-            )
+            what = out_of_order(number, came)
+            self._end(f"{self.channel}: micro-batch {micro_batch} {what}")
 
 
 _Item = TypeVar("_Item")

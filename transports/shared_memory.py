@@ -17,25 +17,21 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from ppruntime.transports.base import Channel, TransportError
+from ppruntime.transports.base import Channel
 from ppruntime.transports.host_opening import checked_store
-from ppruntime.transports.ledger import Ledger
+from ppruntime.transports.host_transport import CPU, JOIN_SECONDS, HostTransport, out_of_order
 from ppruntime.transports.line import Line, PeerGone
 from ppruntime.transports.ring import ReceiveRing, credits_needed, slot_of
 from ppruntime.transports.shared_slots import SharedSlots, meet
 from ppruntime.transports.slots import SlotPool, typed_views
 
-_CPU = torch.device("cpu")
-_JOIN_SECONDS = 2.0
 
-
-class SharedMemoryTransport:
+class SharedMemoryTransport(HostTransport):
     """This rank's ends of `channels`, whose other ends are processes of this host; see `Transport`.
 
     Opening it is collective over the channels' ranks. A boundary crosses as one message.
@@ -44,17 +40,12 @@ class SharedMemoryTransport:
     def __init__(
         self, channels: Sequence[Channel], rank: int, *, timeout_seconds: float, store: Store
     ) -> None:
-        mine = sorted((c for c in channels if rank in (c.src_rank, c.dst_rank)), key=lambda c: c.id)
-        self._rank = rank
-        self._timeout_seconds = timeout_seconds
-        self._ledger = Ledger(mine, rank, _CPU)
-        self._ending = threading.Lock()
-        self._closed = False
+        super().__init__(channels, rank, timeout_seconds=timeout_seconds)
         ranks = sorted({rank}.union(*((c.src_rank, c.dst_rank) for c in channels)))
         self._outboxes: dict[int, _Outbox] = {}
         self._inboxes: dict[int, _Inbox] = {}
-        shared = meet(mine, rank, ranks, timeout_seconds=timeout_seconds, store=store)
-        for channel in mine:
+        shared = meet(self._channels, rank, ranks, timeout_seconds=timeout_seconds, store=store)
+        for channel in self._channels:
             if channel.src_rank == rank:
                 self._outboxes[channel.id] = _Outbox(channel, shared[channel.id], self)
             else:
@@ -75,23 +66,14 @@ class SharedMemoryTransport:
         try:
             came = inbox.next_message()
         except TimeoutError:
-            self._raise(
-                channel,
-                micro_batch,
-                f"did not come from rank {channel.src_rank} within {self._timeout_seconds} s",
-            )
+            self._did_not_come(channel, micro_batch)
         except PeerGone as gone:
             self.peer_is_gone(gone, channel, channel.src_rank, micro_batch)
             self._ledger.check_alive(channel, micro_batch)
             raise AssertionError("a transport ends with a reason") from gone
-        expected = inbox.number_of(micro_batch), micro_batch
-        if came != expected:
-            self._raise(
-                channel,
-                micro_batch,
-                f"was expected as message {expected[0]}, micro-batch {came[1]} came as message"
-                f" {came[0]}; both ends must use one order",
-            )
+        number = inbox.number_of(micro_batch)
+        if came != (number, micro_batch):
+            self._raise(channel, micro_batch, out_of_order(number, came))
         return tuple(view.detach() for view in inbox.pool.slot_of(micro_batch).views)
 
     def release(self, channel: Channel, micro_batch: int) -> None:
@@ -103,22 +85,14 @@ class SharedMemoryTransport:
         for outbox in self._outboxes.values():
             waiting = outbox.wait_until_left(self._timeout_seconds)
             if waiting is not None:
-                self._raise(
-                    outbox.channel,
-                    waiting,
-                    f"was not received by rank {outbox.channel.dst_rank} within"
-                    f" {self._timeout_seconds} s after the step's end",
-                )
+                self._was_not_received(outbox.channel, waiting)
         self._ledger.check_alive()
 
-    def abort(self, reason: str) -> None:
-        self._end(f"rank {self._rank} ended the transfers: {reason}")
+    def _tell(self, reason: str | None) -> None:
+        for end in self._ends():
+            end.line.leave(reason)
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._end(f"the transport of rank {self._rank} is closed", in_order=True)
+    def _give_back(self) -> None:
         for end in self._ends():
             end.close()
 
@@ -135,20 +109,6 @@ class SharedMemoryTransport:
         else:
             reason = f"rank {peer} is lost, its process has ended"
         self._end(reason)
-
-    def _raise(self, channel: Channel, micro_batch: int, what: str) -> NoReturn:
-        """Raises because of `what`, unless the transport has ended before for another reason."""
-        self._ledger.check_alive(channel, micro_batch)
-        reason = f"{channel}: micro-batch {micro_batch} {what}"
-        self.abort(reason)
-        raise TransportError(reason)
-
-    def _end(self, reason: str, *, in_order: bool = False) -> None:
-        """Ends all transfers and tells the peers, on whichever thread; the first reason stays."""
-        with self._ending:
-            if self._ledger.end(reason):
-                for end in self._ends():
-                    end.line.leave(None if in_order else reason)
 
 
 def unavailable_reason() -> str | None:
@@ -224,7 +184,7 @@ class _Outbox:
             self._is_over = True
             self._waiting.clear()
             self._changed.notify_all()
-        self._thread.join(_JOIN_SECONDS)
+        self._thread.join(JOIN_SECONDS)
         self._slots = ()
         self.line.close()
 
@@ -276,7 +236,7 @@ class _Inbox:
 
     def __init__(self, channel: Channel, shared: SharedSlots, timeout_seconds: float) -> None:
         self.line = Line(shared.end, timeout_seconds)
-        self.pool = SlotPool(channel, _CPU, buffers=shared.buffers)
+        self.pool = SlotPool(channel, CPU, buffers=shared.buffers)
         self._ring = ReceiveRing(channel)
         self._numbers: dict[int, int] = {}
 
