@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -110,7 +110,11 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the run file to change")
     add("--out", required=True, type=Path, help="JSON file to write")
     add("--orders", default="1f1b,async_1f1b,1f1b_w,dualpipe_v")
-    add("--transports", default="copy_engine,put,nccl", help="kinds; the case none always runs too")
+    add(
+        "--transports",
+        default="copy_engine,put,nccl",
+        help="kinds; nccl/4 is nccl with 4 thread blocks; the case none always runs too",
+    )
     add("--micro-batches", default="16", help="of every order")
     add("--more-micro-batches", default="8,32", help="of the first order too")
     add("--steps", type=int, default=3, help="measured per case")
@@ -183,7 +187,12 @@ class _Bench:
         ]
 
     def _variants(self) -> list[Variant]:
-        return [self._plain(kind) for kind in self.args.transports.split(",")]
+        variants = []
+        for kind in self.args.transports.split(","):
+            name, _, ctas = kind.partition("/")
+            plain = self._plain(name, **({"transport_ctas": int(ctas)} if ctas else {}))
+            variants.append(replace(plain, name=f"{name} {ctas} CTAs") if ctas else plain)
+        return variants
 
     def _plain(self, kind: str, **more: Any) -> Variant:
         library = self.args.nccl_library
