@@ -38,8 +38,9 @@ from ppruntime.build import build_stage, warm_up_stage
 from ppruntime.config import Config, load
 from ppruntime.connect import Outline, connect, make_executor, make_outline
 from ppruntime.data.batches import open_data
+from ppruntime.engram_tables import EngramLookups
 from ppruntime.experts.options import choose_experts
-from ppruntime.gemm_budget import limit_gemms
+from ppruntime.gemm_budget import with_gemm_budget
 from ppruntime.launch.pipeline_bars import bars, figures, line
 from ppruntime.launch.run_digests import gradient_digest, loss_digest
 from ppruntime.launch.stand_ins import (
@@ -305,7 +306,10 @@ class _Bench:
                 hold=self.pacer.hold,
             )
         transport = ObservedTransport(inner)
-        executor = make_executor(outline, order.lowered, ranks, self.stages, transport)
+        lookups = self._lookups()
+        executor = make_executor(
+            outline, order.lowered, ranks, self.stages, transport, lookups=lookups
+        )
         offset = align_clocks(ranks.pipeline_group)
         steps, host, walls = list[MeasuredStep](), list[float](), list[float]()
         digest, losses, norm = "", "", 0.0
@@ -333,6 +337,11 @@ class _Bench:
             "gradient_digest": "" if is_hollow else digest,
             "gradient_norm": norm,
         }
+
+    def _lookups(self) -> EngramLookups:
+        """Rows of a step's micro-batches are announced when it begins, as in a run."""
+        units = {index: stage.units for index, stage in self.stages.items()}
+        return EngramLookups(units, ahead=self.config.engram.lookups_ahead)
 
     def _open_hollow(self, variant: Variant) -> Transport:
         channels = hollow_channels(self.outline.channels)
@@ -415,7 +424,7 @@ class _Bench:
 
 
 def _build(config: Config, outline: Outline, ranks: Ranks) -> dict[int, Stage]:
-    limit_gemms(config.pp.gemm_sms, ranks.device)
+    config = with_gemm_budget(config, ranks.device)
     plan, shape = outline.plan, (config.train.micro_batch_size, config.train.seq_len)
     experts, linears = choose_experts(config), choose_linears(config)
     stages = {

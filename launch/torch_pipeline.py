@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from ppruntime.engram_tables import EngramLookups
 from ppruntime.launch.torch_rig import TORCH_CLASSES
 from ppruntime.models.carry import DIFFERENTIABLE, Carry, MicroBatch
 from ppruntime.models.linear import WeightGradQueue, set_queue
 from ppruntime.ranks import Ranks
-from ppruntime.schedules.ops import Schedule
+from ppruntime.schedules.ops import Kind, Op, Schedule
 from ppruntime.stage import Stage
 from ppruntime.transports.base import Boundary, TensorSpec
 
@@ -73,6 +74,10 @@ class TorchPipeline:
             scale_grads=False,
         )
         self._has_first, self._has_last = 0 in stages, last in stages
+        self._lookups = EngramLookups({s: stage.units for s, stage in stages.items()}, ahead=0)
+        forwards = [Op(s, Kind.F, m) for s in stages for m in range(num)]
+        for op, look in self._lookups.before(forwards).items():
+            self._modules[op.stage].before.append(look)
         self.losses: list[Tensor] = []
 
     def step(self, batches: Sequence[MicroBatch]) -> None:
@@ -81,6 +86,9 @@ class TorchPipeline:
         labels = torch.cat([batch.labels for batch in batches])
         positions = torch.cat([batch.positions for batch in batches])
         self.losses = []
+        self._lookups.begin(batches)
+        for module in self._modules.values():
+            module.num_forwards = 0
         arguments: Sequence[Tensor] = (ids,) if self._has_first else ()
         loss_arguments: dict[str, Any] = {}
         if self._has_last:
@@ -88,6 +96,7 @@ class TorchPipeline:
         self._schedule.step(
             *arguments, **loss_arguments, token_ids=ids, labels=labels, positions=positions
         )
+        self._lookups.end()
 
 
 class StageModule(nn.Module):
@@ -107,6 +116,9 @@ class StageModule(nn.Module):
         self._queue.deferring = True
         for unit in stage.units:
             set_queue(unit, self._queue)
+        self.before: list[Callable[[], None]] = []
+        """What precedes the forwards of a step, which come in the order of micro-batches."""
+        self.num_forwards = 0
         self._received, self._handed_on = received, handed_on
         self._loss_seed = loss_seed
         if received is not None:
@@ -134,6 +146,9 @@ class StageModule(nn.Module):
     def forward(
         self, *arguments: Tensor, token_ids: Tensor, labels: Tensor, positions: Tensor
     ) -> Tensor | tuple[Tensor, ...]:
+        if self.before:
+            self.before[self.num_forwards]()
+            self.num_forwards += 1
         fields: dict[str, Any] = {}
         if self._received is not None:
             received: Any = _Received.apply

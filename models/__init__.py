@@ -15,7 +15,8 @@ residual    residual (what a unit calls), mhc, mhc_v4 (the head's collapse), sin
             place of mHC's)
 engram      engram (hash, lookup, gate), engram_rows (a table that lies over ranks or is read
             ahead), engram_kernels (the record of operations that a run chooses)
-experts     moe, router, experts, expert_rows, expert_products; fp8_experts (over kernels/),
+experts     moe, router, experts, expert_rows, expert_products; moe_kernels (the record of
+            operations that a run chooses); fp8_experts (over kernels/),
             fp8_expert_rules (their bytes) and row_slices (what 32 bits reach; both without torch),
             weight_copies (made once an update);
             dispatch (the interface: to the experts wherever they are), all_to_all, fp8_wire (rows

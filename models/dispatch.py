@@ -31,7 +31,6 @@ from torch import Tensor
 
 from ppruntime.models.expert_rows import expert_layout, to_rows, weighted_sum
 from ppruntime.models.experts import Experts
-from ppruntime.models.precision import widened
 from ppruntime.models.router import Routing
 
 if TYPE_CHECKING:
@@ -91,8 +90,9 @@ class Dispatcher(Protocol):
     def routed(
         self, experts: AnyExperts, x_ND: Tensor, routing: Routing, counts_E: Tensor
     ) -> Tensor:
-        """sum_k weight_nk expert_nk(x_n), fp32 [N, D], with gradients for x and the weights; those
-        of `experts`, the ones held, go to their parameters. counts_E: rows for each expert.
+        """sum_k weight_nk expert_nk(x_n), [N, D] in fp32 or rounded to x's dtype, with gradients
+        for x and the weights; those of `experts`, the ones held, go to their parameters. counts_E:
+        rows for each expert.
 
         A collective of the group, and so is its backward. N may differ by rank and be 0.
         """
@@ -121,7 +121,7 @@ class AllHere:
         self, experts: AnyExperts, x_ND: Tensor, routing: Routing, counts_E: Tensor
     ) -> Tensor:
         if not isinstance(experts, Experts):
-            return widened(experts.forward(x_ND, routing.experts_NK, routing.weights_NK))
+            return experts.forward(x_ND, routing.experts_NK, routing.weights_NK)
         layout = expert_layout(routing.experts_NK)
         y_RD = experts.forward(to_rows(x_ND, layout), _on_host(counts_E))
         return weighted_sum(y_RD, routing.weights_NK, layout)

@@ -7,8 +7,8 @@ F inner width of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from ppruntime.models.expert_products import product, weight_grad
 from ppruntime.models.keep_inputs import keep_inputs, named_op
 from ppruntime.models.linear import Deferrable, Linear, WeightGradQueue, now_or_later
 from ppruntime.models.precision import widened
+
+Swiglu: TypeAlias = Callable[[Tensor, float], Tensor]
+"""(gate and up [..., 2 F], limit) -> [..., F]: `clamped_swiglu`, or what takes its place."""
 
 
 def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
@@ -138,12 +141,13 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.limit = dims.swiglu_limit
+        self.swiglu: Swiglu = clamped_swiglu
         self.gate_up, self.down = expert_linears(dims, held, device=device, dtype=dtype)
 
     def forward(self, x_RD: Tensor, rows_per_expert: Sequence[int]) -> Tensor:
         """[R, D] -> [R, D]; the first rows_per_expert[0] rows go through expert 0, and so on, after
         the last expert from expert 0 again."""
-        inner_RF = clamped_swiglu(self.gate_up(x_RD, rows_per_expert), self.limit)
+        inner_RF = self.swiglu(self.gate_up(x_RD, rows_per_expert), self.limit)
         y_RD: Tensor = self.down(inner_RF, rows_per_expert)
         return y_RD
 
@@ -160,10 +164,11 @@ class SharedExpert(nn.Module):
     ) -> None:
         super().__init__()
         self.limit = dims.swiglu_limit
+        self.swiglu: Swiglu = clamped_swiglu
         hidden, width = dims.hidden_size, dims.num_shared_experts * dims.expert_width
         self.gate_up = Linear(hidden, 2 * width, device=device, dtype=dtype)
         self.down = Linear(width, hidden, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(clamped_swiglu(self.gate_up(x), self.limit))
+        y: Tensor = self.down(self.swiglu(self.gate_up(x), self.limit))
         return y

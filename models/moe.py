@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ppruntime.models.dims import ModelDims
 from ppruntime.models.dispatch import AllHere, AnyExperts, Dispatcher
 from ppruntime.models.experts import Experts, SharedExpert
-from ppruntime.models.precision import widened
+from ppruntime.models.moe_kernels import REFERENCE, MoEKernels
 from ppruntime.models.router import Router, Routing, expert_counts, sequence_balance_loss
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ class MoEOptions:
     fp8: Fp8Options | None = None
     """None: in the compute dtype, by torch."""
     dispatcher: Dispatcher = field(default_factory=AllHere)
+    kernels: MoEKernels = REFERENCE
+    """Who computes what lies around them."""
 
 
 HERE = MoEOptions()
@@ -61,19 +63,24 @@ class MoE(nn.Module):
         self.router = Router(dims, by_token_id=by_token_id, device=device, dtype=dtype)
         self.experts = routed_experts(dims, options, device=device, dtype=dtype)
         self.shared = SharedExpert(dims, device=device, dtype=dtype)
+        self.router.wide_products = options.kernels.wide_products
+        self.shared.swiglu = options.kernels.swiglu
+        if isinstance(self.experts, Experts):
+            self.experts.swiglu = options.kernels.swiglu
 
     def forward(self, x_BTD: Tensor, ids_BT: Tensor) -> MoEOutput:
         x_ND = x_BTD.flatten(0, 1)
         routing: Routing = self.router(x_ND, ids_BT.flatten())
         counts_BE = expert_counts(routing.experts_NK, x_BTD.shape[0], self.dims.num_experts)
         routed_ND = self._routed(x_ND, routing, counts_BE)
-        y_ND = (routed_ND + widened(self.shared(x_ND))).to(x_BTD.dtype)
+        # Added in fp32 and rounded once, whatever the dtype in which the two come.
+        y_ND = (routed_ND + self.shared(x_ND)).to(x_BTD.dtype)
         return MoEOutput(
             y_ND.view_as(x_BTD), self._balance_loss(routing, counts_BE), counts_BE.sum(0)
         )
 
     def _routed(self, x_ND: Tensor, routing: Routing, counts_BE: Tensor) -> Tensor:
-        """Weighted sum of the chosen experts' outputs, fp32."""
+        """Weighted sum of the chosen experts' outputs, fp32 or rounded to the compute dtype."""
         return self.options.dispatcher.routed(self.experts, x_ND, routing, counts_BE.sum(0))
 
     def _balance_loss(self, routing: Routing, counts_BE: Tensor) -> Tensor | None:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ppruntime.models.attention_kernels import REFERENCE as PLAIN
 from ppruntime.models.dims import ModelDims
 from ppruntime.models.linear import Linear
-from ppruntime.models.precision import holder_dtype, widened
+from ppruntime.models.precision import holder_dtype
 from ppruntime.models.topk import top_k
 
 
@@ -53,6 +54,7 @@ class Router(nn.Module):
         super().__init__()
         self.dims = dims
         self.by_token_id = by_token_id
+        self.wide_products = PLAIN.wide_products
         wide = holder_dtype(dtype)
         self.gate = Linear(dims.hidden_size, dims.num_experts, device=device, dtype=wide)
         if by_token_id:
@@ -70,7 +72,8 @@ class Router(nn.Module):
 
     def forward(self, x_ND: Tensor, ids_N: Tensor) -> Routing:
         dims = self.dims
-        scores_NE = functional.softplus(self.gate(widened(x_ND))).sqrt()
+        (logits_NE,) = self.wide_products([self.gate], x_ND)
+        scores_NE = functional.softplus(logits_NE).sqrt()
         experts_NK = self._choose(scores_NE.detach(), ids_N)
         chosen_NK = scores_NE.gather(-1, experts_NK)
         total_N1 = chosen_NK.sum(-1, keepdim=True) + 1e-20

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from ppruntime.models.dispatch import AnyExperts, WireOptions
 from ppruntime.models.experts import Experts
 from ppruntime.models.fp8_wire import WireRows, to_wire
-from ppruntime.models.precision import widened
 from ppruntime.models.router import Routing
 from ppruntime.models.token_buffer import Arrived, Pending, TokenBuffer
 from ppruntime.models.token_experts import InComputeDtype, TokenExperts
@@ -65,7 +64,7 @@ class TokenDispatcher:
             self,
             experts,
         )
-        return widened(y_ND)
+        return y_ND
 
     def chunks(self, x: Tensor) -> list[Tensor]:
         """Parts of [N, ...], as even as can be; some may be empty."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ppruntime.models.expert_products import product, weight_grad
-from ppruntime.models.experts import Experts, clamped_swiglu
+from ppruntime.models.experts import Experts
 from ppruntime.models.fp8_wire import WireRows, from_wire
 from ppruntime.models.linear import accumulate_grad
 from ppruntime.models.precision import widened
@@ -97,7 +97,7 @@ class InComputeDtype:
         x_SD = from_wire(x, dtype)
         rows = _rows(experts_SK, counts)
         z_RF = product(x_SD[rows.token_R], gate_up, counts)
-        y_RD = product(clamped_swiglu(z_RF, self.experts.limit), down, counts)
+        y_RD = product(self.experts.swiglu(z_RF, self.experts.limit), down, counts)
         y_SD = _sum(y_RD, rows, weights_SK).to(dtype)
         # FP8 rows are kept as they came: half the bytes, and exact.
         kept = [x] if isinstance(x, Tensor) else [*x]
@@ -124,7 +124,7 @@ class InComputeDtype:
         inner_grad_RF = widened(product(grad_RD, down.mT, counts))
         with torch.enable_grad():
             z = z_RF.detach().requires_grad_()
-            inner_RF = clamped_swiglu(z, self.experts.limit)
+            inner_RF = self.experts.swiglu(z, self.experts.limit)
             weighted = (inner_grad_RF * weight_R1).to(dtype)
             (z_grad_RF,) = torch.autograd.grad(inner_RF, z, weighted)
         inner_RF = inner_RF.detach()

@@ -26,7 +26,7 @@ from ppruntime.engram_tables import EngramLookups, engram_options, place_tables
 from ppruntime.executor import Executor
 from ppruntime.experts.dispatch import open_dispatcher
 from ppruntime.experts.options import BY_TORCH, ExpertChoice, choose_experts, moe_options
-from ppruntime.gemm_budget import limit_gemms
+from ppruntime.gemm_budget import with_gemm_budget
 from ppruntime.host_memory import HostPool
 from ppruntime.kernel_choice import choose_kernels
 from ppruntime.linear_options import (
@@ -44,6 +44,7 @@ from ppruntime.models.init import init_parameters
 from ppruntime.models.kernels.attention_backends import attention_kernels
 from ppruntime.models.linear import WeightGradQueue, set_queue
 from ppruntime.models.moe import HERE
+from ppruntime.models.moe_kernels import moe_kernels
 from ppruntime.models.parameters import Part
 from ppruntime.models.residual import UsesResidual, residual
 from ppruntime.models.units import HeadUnit, build_unit
@@ -111,7 +112,7 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
     Raises on every rank alike when ranks do not agree on the configuration, the order or a
     boundary.
     """
-    limit_gemms(config.pp.gemm_sms, ranks.device)
+    config = with_gemm_budget(config, ranks.device)
     train, dims, outline = config.train, config.model.dims, make_outline(config)
     order, plan = outline.order, outline.plan
     shape = {"batch": train.micro_batch_size, "seq_len": train.seq_len}
@@ -282,7 +283,9 @@ def build_stage(
     """
     dims, dtype = config.model.dims, compute_dtype(config)
     kernels = attention_kernels(choose_kernels(config, ranks.device).choice)
-    moe = moe_options(config, plan.index, experts, dispatcher)
+    names = config.kernels.swiglu, config.kernels.router
+    around = moe_kernels(*names, ranks.device, dtype)
+    moe = moe_options(config, plan.index, experts, dispatcher, around)
     engram = engram_options(config, ranks)
     units = []
     for spec in plan.units:

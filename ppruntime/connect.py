@@ -14,6 +14,7 @@ from ppruntime.channels import edge_of, make_channels
 from ppruntime.clocks import CudaClock, HostClock
 from ppruntime.config import Config
 from ppruntime.executor import Computes, Executor, LooksAhead
+from ppruntime.gemm_budget import transport_ctas
 from ppruntime.master_offload import MasterOffload
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut
@@ -91,7 +92,7 @@ def transport_options(config: Config) -> dict[str, Any]:
     """What `[pp]` says to the transport; keys that are not given leave it its own choice."""
     pp = config.pp
     options = {
-        "transport_ctas": pp.transport_ctas,
+        "transport_ctas": transport_ctas(config),
         "recv_lead": pp.recv_lead,
         "nccl_library": pp.nccl_library,
     }

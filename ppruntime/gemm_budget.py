@@ -14,8 +14,38 @@ import warnings
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
-from ppruntime.config import ConfigError
+from ppruntime.config import Config, ConfigError
+
+DEFAULT_CTAS = 4
+"""Thread blocks of an nccl transfer where the config names no number. NCCL itself takes up to 32,
+and holds their multiprocessors while it waits for the peer: with 4, and `_HELD` times as many left
+free by GEMMs, a two-rank step took 0.88 of the time (H200, measurements.md)."""
+_HELD = 3
+"""Transfers of a rank that GEMMs leave room for: two receives often wait, beside a send."""
+
+
+def transport_ctas(config: Config) -> int | None:
+    """What nccl's channels are opened with; None where the transport is surely another one."""
+    given = config.pp.transport_ctas
+    may_be_nccl = config.pp.transport in ("nccl", "auto")
+    return DEFAULT_CTAS if given is None and may_be_nccl else given
+
+
+def with_gemm_budget(config: Config, device: torch.device) -> Config:
+    """The config with `pp.gemm_sms` as this process uses it, after torch has been told: as given;
+    where it is left out and nccl moves the boundaries, what its transfers leave of the GPU.
+
+    Raises ConfigError as `limit_gemms` does.
+    """
+    gemm_sms, ctas = config.pp.gemm_sms, transport_ctas(config)
+    waits_on_sms = config.pp.transport == "nccl" and config.pp.size > 1 and device.type == "cuda"
+    if gemm_sms is None and waits_on_sms and ctas is not None:
+        num_sms: int = torch.cuda.get_device_properties(device).multi_processor_count
+        gemm_sms = max(num_sms - _HELD * ctas, num_sms // 2)
+    limit_gemms(gemm_sms, device)
+    return replace(config, pp=replace(config.pp, gemm_sms=gemm_sms))
 
 
 def limit_gemms(gemm_sms: int | None, device: torch.device) -> None:

@@ -232,6 +232,8 @@ def _saved_bytes(config: Config, spec: UnitSpec) -> int:
         engram=_engram_kernel(config),
         attention_kernel=AttentionOp.ATTENTION in _attention_kernels(config),
         wide_products=AttentionOp.COMPRESSOR in _attention_kernels(config),
+        wide_router=config.kernels.router == "library"
+        or (config.kernels.router == "auto" and _may_be_on_gpu(config)),
     )
 
 

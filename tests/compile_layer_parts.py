@@ -1,5 +1,5 @@
-"""Compiles the kernels of the head, of mHC and of one stream in its place for sm_90, without a GPU,
-at V4.1's width; with --all at V4's too.
+"""Compiles kernels of norms, the shared expert's SwiGLU, the head, mHC and one stream in its place
+for sm_90, without a GPU, at V4.1's width; with --all at V4's too.
 
 Prints what came out, as JSON. Needs Triton imported without TRITON_INTERPRET: run it in a process
 of its own.
@@ -14,7 +14,7 @@ from dataclasses import asdict
 import torch
 from offline_compile import Compiled, captured
 
-from ppruntime.models.kernels import head, mhc, norm, single_stream
+from ppruntime.models.kernels import head, mhc, norm, shared_swiglu, single_stream
 
 NUM_TOKENS, NUM_STREAMS = 8192, 4
 
@@ -76,9 +76,19 @@ def compile_norm(width: int) -> list[Compiled]:
     return found
 
 
+def compile_swiglu(width: int) -> list[Compiled]:
+    """The shared expert's activation and its backward."""
+    z = meta(NUM_TOKENS, 2 * width)
+    with captured() as found:
+        h = shared_swiglu._forward._init_fn(z, 10.0)
+        shared_swiglu._backward._init_fn(h, z, 10.0)
+    return found
+
+
 def main() -> None:
     kernels = {
         "norm 1280": compile_norm(1280),
+        "swiglu 2304": compile_swiglu(2304),
         "head": compile_head(129_280),
         "mhc 5120": compile_mhc(5120, own_mix=False),
         "gated 5120": compile_one_stream(5120, gated=True),

@@ -15,6 +15,8 @@ FP8 experts         quantize (1 x 128 and 128 x 128 scales; rounding: exact, als
 fused MoE           mega_moe (meetings, flags, rows from and to other ranks' memory),
                     mega_moe_gemm (products that wait for rows and send them home), FP8 and bf16,
                     mega_moe_swiglu (bf16); used by models/mega_moe.py
+around experts      shared_swiglu (in the compute dtype; reference: models/experts.py), wide_linear
+                    for routers; models/moe_kernels.py chooses
 FP8 linears         the same kernels with one group, and fp8_linear_cast (a rotated projection's
                     gradient); fp8_linear_backends says who multiplies; used by
                     models/fp8_linear.py

@@ -85,11 +85,12 @@ class Pipeline(Section, frozen=True):
     )
     """What moves boundaries between ranks. Default: the fastest one that works here. Bitwise."""
     transport_ctas: Count | None = None
-    """Thread blocks that an nccl transfer may occupy. Default: NCCL's. Bitwise."""
+    """Thread blocks that an nccl transfer may occupy. Default: 4. Bitwise."""
     gemm_sms: Count | None = None
     """Multiprocessors that GEMMs may occupy on a GPU, so that transfers find some free: our kernels
     and deep_gemm never take more, torch's FP8 products neither, its bf16 matmuls take it as a hint
-    or not at all. Default: all. Summation order."""
+    or not at all. Default: all, for transport = "nccl" all but three times transport_ctas.
+    Summation order."""
     nccl_library: str | None = None
     """Path of the libnccl to load. Default: the installed one. Bitwise."""
     activation_offload: bool = False
@@ -397,6 +398,11 @@ class Kernels(Section, frozen=True):
     compressor: Literal["auto", "reference", "library"] = "reference"
     """fp32 products of the compressors of ratios above 1. library: by bf16 products of parts of the
     weights, three times the work at ten times the rate; for bf16 models. Summation order."""
+    router: Literal["auto", "reference", "library"] = "reference"
+    """fp32 products of the routers. library: as the compressors'. Summation order."""
+    swiglu: Literal["auto", "reference", "triton"] = "reference"
+    """Clamped SwiGLU of the shared expert, and of routed experts in the compute dtype, in one pass
+    each way; in FP8 they have their own. Summation order."""
     engram: Literal["auto", "reference", "triton"] = "reference"
     """Engram's gate in one pass, and sums of its rows' gradients. auto: triton where it can run.
     Summation order."""

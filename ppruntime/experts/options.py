@@ -8,6 +8,7 @@ from ppruntime.config import Config, ConfigError
 from ppruntime.models.dispatch import Dispatcher
 from ppruntime.models.kernels.expert_backends import ExpertBackend, unavailable_reason
 from ppruntime.models.moe import MoEOptions
+from ppruntime.models.moe_kernels import REFERENCE, MoEKernels
 
 _FASTEST_FIRST = (ExpertBackend.DEEP_GEMM, ExpertBackend.TRITON)
 
@@ -56,11 +57,16 @@ def choose_experts(config: Config) -> ExpertChoice:
 
 
 def moe_options(
-    config: Config, stage: int, choice: ExpertChoice, dispatcher: Dispatcher
+    config: Config,
+    stage: int,
+    choice: ExpertChoice,
+    dispatcher: Dispatcher,
+    kernels: MoEKernels = REFERENCE,
 ) -> MoEOptions:
-    """How stage `stage` computes its experts, which `dispatcher` reaches."""
+    """How stage `stage` computes its experts, which `dispatcher` reaches, and what lies around
+    them."""
     if choice.backend is None:
-        return MoEOptions(dispatcher=dispatcher)
+        return MoEOptions(dispatcher=dispatcher, kernels=kernels)
     from ppruntime.models.fp8_experts import Fp8Options  # needs Triton
 
     compute = config.moe.compute
@@ -74,7 +80,7 @@ def moe_options(
         power_of_two_grad_scales=config.moe.dispatch.fp8_grad,
         gemm_sms=config.pp.gemm_sms,
     )
-    return MoEOptions(fp8, dispatcher)
+    return MoEOptions(fp8, dispatcher, kernels)
 
 
 def _note(chosen: str, reasons: list[str]) -> str:

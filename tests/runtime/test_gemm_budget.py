@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ppruntime.config import ConfigError, load
+from ppruntime.connect import transport_options
 from ppruntime.experts.options import ExpertChoice, moe_options
-from ppruntime.gemm_budget import limit_gemms
+from ppruntime.gemm_budget import limit_gemms, with_gemm_budget
 from ppruntime.models.kernels import grouped_gemm
 from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.models.moe import HERE
@@ -49,6 +50,33 @@ def test_a_budget_without_effect_or_beyond_the_gpu_is_refused(carveouts):
         limit_gemms(140, CUDA)
     limit_gemms(None, CPU)
     assert carveouts == [None]
+
+
+@pytest.mark.parametrize(
+    ("keys", "sms", "ctas"),
+    [
+        (["pp.transport=nccl"], 120, 4),
+        (["pp.transport=nccl", "pp.transport_ctas=8"], 108, 8),
+        (["pp.transport=nccl", "pp.transport_ctas=64"], 66, 64),
+        (["pp.transport=nccl", "pp.gemm_sms=100"], 100, 4),
+        (["pp.transport=copy_engine"], None, None),
+        (["pp.transport=auto"], None, 4),
+        (["pp.transport=nccl", "pp.size=1"], None, 4),
+    ],
+    ids=str,
+)
+def test_gemms_leave_room_for_nccls_waiting_transfers_unless_told_otherwise(
+    carveouts, keys, sms, ctas
+):
+    config = load(["launch/configs/tiny.toml"], ["pp.size=2", *keys])
+    assert with_gemm_budget(config, CUDA).pp.gemm_sms == sms
+    assert carveouts[-1] == (None if sms is None else 132 - sms)
+    assert transport_options(config).get("transport_ctas") == ctas
+
+
+def test_on_a_cpu_nothing_is_left_free():
+    config = load(["launch/configs/tiny.toml"], ["pp.size=2", "pp.transport=nccl"])
+    assert with_gemm_budget(config, CPU).pp.gemm_sms is None
 
 
 def test_the_config_refuses_it_on_a_cpu():
