@@ -1,4 +1,4 @@
-"""Bench of head, mHC and Engram: `python -m ppruntime.launch.bench_layer_parts --out FILE`.
+"""Bench of head, residuals, router, SwiGLU and Engram, by `bench layers --only parts`.
 
 Each part runs at a model's full width by every implementation that this device can run: forward,
 whole backward, the backward split into input and weight gradients, memory beside inputs and
@@ -37,6 +37,7 @@ from ppruntime.models.head import head_loss
 from ppruntime.models.kernels import unavailable_reason
 from ppruntime.models.linear import Linear, WeightGradQueue, set_queue
 from ppruntime.models.mhc import HyperConnection
+from ppruntime.models.moe_kernels import moe_kernels
 from ppruntime.models.norm import RMSNorm
 from ppruntime.models.residual import residual
 from ppruntime.models.single_stream import LayerScale, PostGate
@@ -140,6 +141,7 @@ def run(
     rows: list[Row] = []
     parts = [_heads(dims, head_tokens, place), _mhcs(dims, num_tokens, place)]
     parts += [_one_streams(dims, kind, num_tokens, place) for kind in ("gated", "layerscale")]
+    parts += [_routers(dims, num_tokens, place), _swiglus(dims, num_tokens, place)]
     if dims.engram_layers:
         parts += [_gates(dims, num_tokens, place), _rows(dims, num_tokens, place)]
     for makers in parts:
@@ -339,6 +341,40 @@ def _one_streams(
         yield Part(
             residual_type, kernel, run, inputs, douts, queue, "bytes", 5 * row, 7 * row,
         )  # fmt: skip
+
+
+def _routers(dims: ModelDims, num_tokens: int, device: torch.device) -> Iterator[Part]:
+    """The routers' product, fp32 weights on bf16 rows; its floor is one bf16 product."""
+    queue = WeightGradQueue()
+    gate = Linear(dims.hidden_size, dims.num_experts, device=device, dtype=torch.float32)
+    torch.nn.init.normal_(gate.weight, std=0.02)
+    set_queue(gate, queue)
+    x = torch.randn(num_tokens, dims.hidden_size, device=device).bfloat16().requires_grad_()
+    dout = torch.randn(num_tokens, dims.num_experts, device=device)
+    flops = 2.0 * num_tokens * dims.hidden_size * dims.num_experts
+    for name in ("reference", "library") if device.type == "cuda" else ("reference",):
+        products = moe_kernels("reference", name, device, torch.bfloat16).wide_products
+
+        def run(products: Any = products) -> Sequence[Tensor]:
+            found: Sequence[Tensor] = products([gate], x)
+            return found
+
+        yield Part("router", name, run, [x, gate.weight], [dout], queue, "flops", flops, 2 * flops)
+
+
+def _swiglus(dims: ModelDims, num_tokens: int, device: torch.device) -> Iterator[Part]:
+    """The shared expert's activation."""
+    width = dims.num_shared_experts * dims.expert_width
+    z = torch.randn(num_tokens, 2 * width, device=device).bfloat16().requires_grad_()
+    dout = torch.randn(num_tokens, width, device=device).bfloat16()
+    row = 2.0 * num_tokens * width
+    for kernel in _kernels(device):
+        swiglu = moe_kernels(kernel, "reference", device, torch.bfloat16).swiglu
+
+        def run(swiglu: Any = swiglu) -> Sequence[Tensor]:
+            return [swiglu(z, dims.swiglu_limit)]
+
+        yield Part("swiglu", kernel, run, [z], [dout], WeightGradQueue(), "bytes", 3 * row, 5 * row)
 
 
 def _measure(part: Part, row: Row, num_repetitions: int, device: torch.device) -> list[Tensor]:

@@ -20,6 +20,8 @@ def test_on_a_cpu_every_variant_that_runs_there_is_timed_and_agrees(tmp_path, ca
         ("mhc", "reference"),
         ("gated", "reference"),
         ("layerscale", "reference"),
+        ("router", "reference"),
+        ("swiglu", "reference"),
         ("engram gate", "reference"),
         ("engram rows", "plain"),
         ("engram rows", "routes"),
@@ -49,7 +51,7 @@ def test_variants_are_compared_on_the_same_inputs_and_gradients(tmp_path, monkey
     assert bench_layer_parts.main(["--out", str(out), *arguments]) == 0
     rows = json.loads(out.read_text())["rows"]
     twice = [row for row in rows if row["part"] not in ("head", "engram rows")]
-    assert len(twice) == 8
+    assert len(twice) == 11
     assert all(max(row["errors"]) == 0 for row in twice)
 
 
