@@ -10,10 +10,10 @@ V4.1 in bf16 (four streams 335.5 MB, keys and value 419.4 MB):
 gradient is summed over 64 tokens in registers, then over these parts: repeatable. For the backward
 stay streams, keys and value as they came, and three numbers a stream and token.
 
-`sum_rows` adds the gradients of one row in one program, in chunks of 16, without a sorted copy of
-them. `gather_from_host` and `add_on_host` read and write single rows of host memory that is open to
-the device (`engram_rows.open_to_device`): only these rows cross the link, and the host does not
-wait.
+`sum_rows` adds the gradients of one row in one program, without a sorted copy of them; where a row
+has more than 128, in a program for each 128 in the sorted order, and then these. `gather_from_host`
+and `add_on_host` read and write single rows of host memory that is open to the device
+(`engram_rows.open_to_device`): only these rows cross the link, and the host does not wait.
 
 Numeric class: summation order; a gradient that the reference rounds twice is rounded once.
 Shape letters: B sequences, T tokens, N = B T, S streams, D model width; of rows as in
@@ -36,6 +36,8 @@ _CHANNELS = 1024
 """Channels of a program in the backward."""
 _TOKENS = 4 if INTERPRETED.value else 32
 """Tokens whose part of the weights' gradient is added up in registers."""
+_CHUNK = 8 if INTERPRETED.value else 128
+"""Gradients of one row that one program adds."""
 _STAGES = 3
 """Tokens of which such a program has read the next when it works on one."""
 
@@ -178,28 +180,39 @@ def sum_rows(x_NW: Tensor, places_N: Tensor, num_rows: int) -> Tensor:
     _check_device("sum_rows", x_NW)
     if x_NW.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"engram: sum_rows takes bfloat16 or float32, got {x_NW.dtype}")
-    order_N = places_N.argsort(stable=True)
-    counts_U = places_N.new_zeros(num_rows)
-    counts_U.index_add_(0, places_N, torch.ones_like(places_N))
-    sums: Tensor = _sum_rows(x_NW, order_N, counts_U.cumsum(0))
+    # In 32 bits: half the passes of the sort. There are no more places than rows of x.
+    sorted_N, order_N = places_N.to(torch.int32).sort(stable=True)
+    every_U = torch.arange(num_rows, dtype=torch.int32, device=sorted_N.device)
+    ends_U = torch.searchsorted(sorted_N, every_U, right=True, out_int32=True)
+    sums: Tensor = _sum_rows(x_NW, sorted_N, order_N, ends_U)
     return sums
 
 
 @torch.library.custom_op("ppruntime::sum_engram_rows", mutates_args=())
-def _sum_rows(x_NW: Tensor, order_N: Tensor, ends_U: Tensor) -> Tensor:
-    """[U, W] fp32: sum u is over x[order[ends[u - 1]:ends[u]]]."""
-    width = x_NW.shape[1]
+def _sum_rows(x_NW: Tensor, sorted_N: Tensor, order_N: Tensor, ends_U: Tensor) -> Tensor:
+    """[U, W] fp32: sum u is over x[order[ends[u - 1]:ends[u]]]; `sorted_N` says which u that is."""
+    num_rows, width = x_NW.shape
     sums_UW = x_NW.new_empty(len(ends_U), width, dtype=torch.float32)
+    if not num_rows:
+        return sums_UW.zero_()
     if sums_UW.numel():
-        block = min(256, _row_block(width))
-        kernels.sum_rows_kernel[(len(ends_U), -(-width // block))](
-            x_NW.contiguous(), order_N, ends_U, sums_UW, width, 16, block, num_warps=4
+        x_NW, num_chunks, block = x_NW.contiguous(), -(-num_rows // _CHUNK), _row_block(width)
+        block = min(256, block)
+        num_blocks = -(-width // block)
+        partial = x_NW.new_empty(num_chunks, 2, width, dtype=torch.float32)
+        kernels.sum_chunks_kernel[(num_chunks, num_blocks)](
+            x_NW, sorted_N, order_N, ends_U, partial, num_rows, width, 8, _CHUNK, block,
+            num_warps=1,
+        )  # fmt: skip
+        # A warp a row: most rows have one or two gradients, and wait for them alone.
+        kernels.sum_rows_kernel[(len(ends_U), num_blocks)](
+            x_NW, order_N, ends_U, partial, sums_UW, width, 4, _CHUNK, block, num_warps=1
         )
     return sums_UW
 
 
 @_sum_rows.register_fake
-def _(x_NW: Tensor, order_N: Tensor, ends_U: Tensor) -> Tensor:
+def _(x_NW: Tensor, sorted_N: Tensor, order_N: Tensor, ends_U: Tensor) -> Tensor:
     return x_NW.new_empty(ends_U.shape[0], x_NW.shape[1], dtype=torch.float32)
 
 

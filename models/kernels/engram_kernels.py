@@ -157,16 +157,67 @@ def gate_backward_kernel(
 
 
 @triton.jit
+def sum_chunks_kernel(
+    x_ptr, sorted_ptr, order_ptr, ends_ptr, partial_ptr, N,
+    W: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Parts of sums with more than CHUNK rows, of one chunk of the sorted rows a program: of the
+    sum that the chunk begins in, and of the one that begins in it and goes on behind it."""
+    chunk = tl.program_id(0)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin = chunk * CHUNK
+    stop = tl.minimum(begin + CHUNK, N)
+    first, last = tl.load(sorted_ptr + begin), tl.load(sorted_ptr + stop - 1)
+    start, end = _span(ends_ptr, first)
+    place = partial_ptr + chunk.to(tl.int64) * (2 * W) + channels
+    if end - start > CHUNK:
+        total = _sum(x_ptr, order_ptr, begin, tl.minimum(end, stop), channels, W, ROWS, BLOCK)
+        tl.store(place, total, mask=channels < W)
+    if last != first:
+        start, end = _span(ends_ptr, last)
+        if end - start > CHUNK:
+            total = _sum(x_ptr, order_ptr, start, stop, channels, W, ROWS, BLOCK)
+            tl.store(place + W, total, mask=channels < W)
+
+
+@triton.jit
 def sum_rows_kernel(
-    x_ptr, order_ptr, ends_ptr, sums_ptr,
+    x_ptr, order_ptr, ends_ptr, partial_ptr, sums_ptr,
+    W: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One sum a program: the rows of x that `order` lists from the end of the sum before, or, where
+    these are many, their parts by chunk."""
+    row = tl.program_id(0)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start, end = _span(ends_ptr, row)
+    if end - start <= CHUNK:
+        total = _sum(x_ptr, order_ptr, start, end, channels, W, ROWS, BLOCK)
+    else:
+        places = tl.arange(0, ROWS)
+        total = tl.zeros([BLOCK], tl.float32)
+        for first in range(start // CHUNK, tl.cdiv(end, CHUNK), ROWS):
+            chunks = first + places
+            # In the chunk that it begins in, unless that begins with it, it is the second sum.
+            second = chunks * CHUNK < start
+            mask = (chunks * CHUNK < end)[:, None] & (channels < W)[None, :]
+            part = (2 * chunks + second.to(tl.int32)).to(tl.int64)
+            x = tl.load(partial_ptr + part[:, None] * W + channels[None, :], mask=mask, other=0.0)
+            total += tl.sum(x, 0)
+    tl.store(sums_ptr + row.to(tl.int64) * W + channels, total, mask=channels < W)
+
+
+@triton.jit
+def _span(ends_ptr, row):
+    """(where a sum's rows begin, where they end) in the sorted order."""
+    return tl.load(ends_ptr + row - 1, mask=row > 0, other=0), tl.load(ends_ptr + row)
+
+
+@triton.jit
+def _sum(
+    x_ptr, order_ptr, start, end, channels,
     W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One sum a program: the rows of x that `order` lists from the end of the sum before."""
-    row = tl.program_id(0).to(tl.int64)
-    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     places = tl.arange(0, ROWS)
-    start = tl.load(ends_ptr + row - 1, mask=row > 0, other=0)
-    end = tl.load(ends_ptr + row)
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(start, end, ROWS):
         inside = first + places < end
@@ -174,7 +225,7 @@ def sum_rows_kernel(
         mask = inside[:, None] & (channels < W)[None, :]
         x = tl.load(x_ptr + n[:, None] * W + channels[None, :], mask=mask, other=0.0)
         total += tl.sum(x.to(tl.float32), 0)
-    tl.store(sums_ptr + row * W + channels, total, mask=channels < W)
+    return total
 
 
 @triton.jit

@@ -160,8 +160,9 @@ def test_ops_have_shapes_without_data_and_pass_torchs_own_checks(masked):
     _, stats = kernels._gate(*flat, EPS)
     dout = case.dout.flatten(0, 1)
     torch.library.opcheck(kernels._gate_backward, (dout, *flat, stats), test_utils=checks)
-    order, ends = torch.tensor([1, 0, 2]), torch.tensor([1, 1, 3])
-    torch.library.opcheck(kernels._sum_rows, (torch.randn(3, 5), order, ends), test_utils=checks)
+    order, ends = torch.tensor([1, 0, 2]), torch.tensor([1, 1, 3], dtype=torch.int32)
+    of_rows = torch.randn(3, 5), torch.tensor([0, 2, 2], dtype=torch.int32), order, ends
+    torch.library.opcheck(kernels._sum_rows, of_rows, test_utils=checks)
 
 
 @interpreted
@@ -193,6 +194,21 @@ def test_sums_of_rows_are_the_references(dtype):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert not found[3].any()
     assert kernels.sum_rows(x[:0], places[:0], 0).shape == (0, 20)
+    assert not kernels.sum_rows(x[:0], places[:0], 3).any()
+
+
+@interpreted
+@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("count", [7, 8, 9, 15, 16, 17, 24, 31])
+def test_sums_of_many_rows_are_added_up_by_chunks_wherever_these_begin(first, count):
+    assert kernels._CHUNK == 8
+    generator = torch.Generator().manual_seed(0)
+    counts = [first, count, 1, count + 8, 0, 3]
+    places = torch.arange(6).repeat_interleave(torch.tensor(counts))
+    places = places[torch.randperm(len(places), generator=generator)]
+    x = torch.randn(len(places), 20, generator=generator)
+    found, expected = kernels.sum_rows(x, places, 6), reference.sum_rows(x.double(), places, 6)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @interpreted
