@@ -227,12 +227,13 @@ def layers(record: dict[str, Any]) -> str:
 
 
 def _halves(record: dict[str, Any]) -> str:
-    """Attention halves by kind, their operations, and what the time of one is made of."""
+    """Halves by kind, attention's with its operations, and what the time of one is made of."""
+    is_moe = any(line["part"] == "MoE half" for line in record["lines"])
     lines = [line for line in record["lines"] if not line["failure"]]
     phases = ("forward", "input gradient", "weight gradients")
     halves: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for line in lines:
-        if line["part"] == "attention half":
+        if line["part"].endswith(" half"):
             halves.setdefault((line["kind"], line["backend"]), {})[line["phase"]] = line
     sums = {key: sum(by[name]["median"] for name in phases) for key, by in halves.items()}
 
@@ -253,14 +254,20 @@ def _halves(record: dict[str, Any]) -> str:
             _number(line["ratio_to_floor"], 2),
         )
         for line in lines
-        if line["part"] != "attention half"
+        if not line["part"].endswith(" half")
     )
     note = (
         "Halves hold the residual's mHC. The floor is products at"
         f" {record['teraflops']:.0f} TFLOP/s and bytes at {record['gigabytes_per_s']:,.0f} GB/s, of"
-        " each phase. `library`: FlashMLA and cuDNN's frontend. `fp8`: the dense linears."
+        " each phase. "
     )
-    text = f"## Attention halves, {record['model']}, {record['tokens']:,} tokens\n\n{note}\n\n"
+    note += (
+        "An eighth of the experts is here and gets the rows of one of eight ranks; nothing is sent."
+        if is_moe
+        else "`library`: FlashMLA and cuDNN's frontend. `fp8`: the dense linears."
+    )
+    title = f"{'MoE' if is_moe else 'Attention'} halves, {record['model']}"
+    text = f"## {title}, {record['tokens']:,} tokens\n\n{note}\n\n"
     head = ("kind", "kernels", "forward ms", "input gradient", "weight gradients", "together",
             "x floor", "host ms")  # fmt: skip
     text += f"{_table(head, map(half, halves))}\n"
@@ -269,15 +276,18 @@ def _halves(record: dict[str, Any]) -> str:
         best = min(reuse, key=lambda backend: reuse[backend])
         verdict = "met" if reuse[best] <= 14 else "MISSED"
         text += f"- {verdict}: Reuse half by {best}: {reuse[best]:.2f} ms, at most 14\n\n"
-        text += _profile(record, best)
+        text += _profile(record, "Reuse", best)
+    if is_moe:
+        best = min((backend for _, backend in sums), key=lambda b: sums["routed", b])
+        return f"{text}\n{_profile(record, 'routed', best)}"
     head = ("part", "kind", "kernels", "phase", "ms", "x floor")
     return f"{text}{_table(head, parts)}"
 
 
-def _profile(record: dict[str, Any], backend: str) -> str:
-    """The kernels of the Reuse half that take more than 2 % of its time."""
+def _profile(record: dict[str, Any], kind: str, backend: str) -> str:
+    """The kernels of a half that take more than 2 % of its time."""
     for profile in record.get("profiles", ()):
-        if (profile["kind"], profile["backend"]) == ("Reuse", backend):
+        if (profile["kind"], profile["backend"]) == (kind, backend):
             rows = [
                 (f"`{each['kernel'][:60]}`", _number(each["launches"], 0), _number(each["us"], 0),
                  f"{each['share']:.1%}")
@@ -286,7 +296,7 @@ def _profile(record: dict[str, Any], backend: str) -> str:
             named = sum(each["share"] for each in profile["kernels"])
             rest = profile["total_us"] * (1 - named)
             rows.append(("others, none above 2 %", "", _number(rest, 0), f"{1 - named:.1%}"))
-            title = f"What the Reuse half by {backend} is made of:"
+            title = f"What the {kind} half by {backend} is made of:"
             return f"{title}\n\n{_table(('kernel', 'launches', 'us', 'share'), rows)}\n"
     return ""
 

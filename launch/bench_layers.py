@@ -6,6 +6,8 @@ mHC, see bench_layer_parts.
 `--only halves` times attention halves by kind, the indexer, RoPE and the grouped output, see
 bench_halves.
 
+`--only moe` times the MoE half, whole, see bench_moe_half.
+
 `--only attention` times the sparse attention kernels at V4.1-Flash's width: forward and backward,
 lists of 640 and of 128 slots, both ways to add up the keys' gradients, several tilings. Each is
 compared with the fp32 reference on the same numbers. Variants are compiled side by side and timed
@@ -32,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppruntime.launch import bench_halves, bench_layer_parts, bench_linears
+from ppruntime.launch import bench_halves, bench_layer_parts, bench_linears, bench_moe_half
 from ppruntime.launch.gpu_clock import Clock
 
 HEADS, WIDTH, WINDOW, PAIRS = 64, 512, 128, 32
@@ -94,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument(
-        "--only", choices=("attention", "halves", "linears", "parts"), default="attention"
+        "--only", choices=("attention", "halves", "moe", "linears", "parts"), default="attention"
     )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repetitions", type=int, default=12)
@@ -114,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.only == "halves":
         return bench_halves.run(options)
+    if options.only == "moe":
+        return bench_moe_half.run(options)
     if not torch.cuda.is_available():
         print("bench_layers: there is no CUDA device to measure", file=sys.stderr)
         return 2

@@ -28,6 +28,7 @@ bench() { # GPU RECORD COMMAND...
 layers() {
     bench "$1" layers-halves layers --only halves --precision bf16 fp8
     bench "$1" layers-attention layers --only attention
+    bench "$1" layers-moe layers --only moe
     bench "$1" layers-linears layers --only linears
     bench "$1" layer-parts layers --only parts
 }

@@ -189,8 +189,10 @@ def _forward_pieces(config: Config, spec: UnitSpec, kernels: Kernels) -> tuple[P
                 experts.source if scale == 1 else f"{experts.source}, x {scale:.3g} by rows",
             )
         )
-        matmul -= 2.0 * dims.experts_per_token * 3 * dims.hidden_size * dims.expert_width
         pieces.append(_dispatch(config, kernels))
+        if (around := _around_experts(dims, tokens, kernels)) is not None:
+            return (*pieces, around)
+        matmul -= 2.0 * dims.experts_per_token * 3 * dims.hidden_size * dims.expert_width
     elif spec.kind is UnitKind.ATTENTION and (half := _half(dims, spec, tokens, kernels)):
         return (half, *_engram(config, spec, kernels))
     elif spec.kind is UnitKind.ATTENTION:
@@ -231,6 +233,25 @@ def _half(dims: ModelDims, spec: UnitSpec, tokens: int, kernels: Kernels) -> Pie
     is_like = ratio <= 1 or spec.role is Role.FULL
     note = "" if is_like else f", taken for ratio {ratio}"
     return _measured("attention half", part, tokens, note)
+
+
+def _around_experts(dims: ModelDims, tokens: int, kernels: Kernels) -> Piece | None:
+    """Streams, norm, router, shared expert and sums: a MoE half as it was measured, less its routed
+    experts alone. None where the half was of another model or size."""
+    half, experts = kernels.moe_half, kernels.experts
+    sizes = (dims.hidden_size, dims.expert_width, dims.num_experts, dims.num_streams)
+    if half is None or half.tokens != tokens or sizes != (5120, 2304, 384, _STREAMS):
+        return None
+    if half.tokens * dims.experts_per_token != experts.rows:
+        return None
+    return Piece(
+        "around the experts",
+        max(0.0, half.forward_s - experts.forward_s),
+        max(0.0, half.input_grad_s - experts.input_grad_s),
+        max(0.0, half.weight_grad_s - experts.weight_grad_s),
+        Origin.MEASURED,
+        f"{half.source}, less the experts of {experts.source}",
+    )
 
 
 def _measured(name: str, part: PartTimes, tokens: int, note: str = "") -> Piece:

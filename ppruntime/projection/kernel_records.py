@@ -58,6 +58,9 @@ class Kernels:
     halves: Mapping[str, PartTimes]
     """Whole attention halves with the residual's mHC, by the bench's name of the kind; each by the
     fastest kernels that ran."""
+    moe_half: PartTimes | None
+    """A whole MoE half of one of eight ranks without dispatch, by the fastest experts and kernels;
+    None before the bench ran."""
     parts: Mapping[str, PartTimes]
     """Our kernels for mhc, head and engram gate, by the bench's names; not every record has all."""
     bf16_flops: float
@@ -71,18 +74,24 @@ class Kernels:
 
 
 def read_kernels(folder: Path) -> Kernels:
-    """From moe-experts, layers-attention, layers-halves, layer-parts and transports .json. Raises
-    ProjectionError if one of them is not there or lacks a row."""
+    """From moe-experts, layers-attention, layers-halves, layer-parts and transports .json, and from
+    layers-moe.json if that is there. Raises ProjectionError if one of the others is not, or lacks a
+    row."""
     try:
         names = ("moe-experts", "layers-attention", "layers-halves", "layer-parts", "transports")
         records = [json.loads((folder / f"{name}.json").read_text()) for name in names]
         moe, layers, halves, parts, moved = records
+        moe_half = None
+        if (path := folder / "layers-moe.json").exists():
+            records.append(json.loads(path.read_text()))
+            moe_half = min(_halves(records[-1], "MoE half").values(), key=_together)
         return Kernels(
             experts=_experts(moe),
             attention_s=_attention(layers),
             attention_tokens=layers["tokens"],
             attention_samples=min(len(row["milliseconds"]) for row in layers["rows"]),
-            halves=_halves(halves),
+            halves=_halves(halves, "attention half"),
+            moe_half=moe_half,
             parts=_parts(parts),
             bf16_flops=min(
                 1e12 * _median(moved, "bf16 matmul alone", "no transfer", 0),
@@ -153,10 +162,11 @@ def _attention(record: Mapping[str, Any]) -> dict[int, tuple[float, float]]:
     return {slots: (best["forward", slots], best["backward", slots]) for _, slots in best}
 
 
-def _halves(record: Mapping[str, Any]) -> dict[str, PartTimes]:
+def _halves(record: Mapping[str, Any], name: str) -> dict[str, PartTimes]:
+    """The halves of that name by kind, each by the fastest kernels."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for line in record["lines"]:
-        if line["part"] == "attention half" and line["median"] is not None:
+        if line["part"] == name and line["median"] is not None:
             times = found.setdefault((line["kind"], line["backend"]), {})
             times[line["phase"]] = line["median"] / 1e3
     best: dict[str, PartTimes] = {}
@@ -166,7 +176,7 @@ def _halves(record: Mapping[str, Any]) -> dict[str, PartTimes]:
             times["input gradient"],
             times["weight gradients"],
             record["tokens"],
-            f"layers-halves.json, {kind}, {backend}",
+            f"{'layers-moe' if name == 'MoE half' else 'layers-halves'}.json, {kind}, {backend}",
         )
         if kind not in best or _together(part) < _together(best[kind]):
             best[kind] = part

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ppruntime.config import load
-from ppruntime.models.dims import preset, unit_specs
+from ppruntime.models.dims import UnitKind, preset, unit_specs
 from ppruntime.projection.calibrate_kernels import kernel_calibration, remote_copies, unit_pieces
 from ppruntime.projection.headline import (
     H200_BYTES,
@@ -35,7 +36,8 @@ def run(*overrides: str):
 def test_measured_pieces_are_the_benches_rows_and_the_rest_says_what_it_is():
     config = run()
     specs = {spec.name: spec for spec in unit_specs(config.model.dims)}
-    moe = {p.name: p for p in unit_pieces(config, specs["layers.5.moe"], "none", KERNELS)}
+    by_parts = replace(KERNELS, moe_half=None)
+    moe = {p.name: p for p in unit_pieces(config, specs["layers.5.moe"], "none", by_parts)}
     rows = {(r["shape"], r["phase"], r["variant"]): r["median_ms"] for r in _moe()["rows"]}
     experts = moe["experts"]
     assert experts.origin is Origin.MEASURED
@@ -139,3 +141,34 @@ def test_the_published_ep64_row_is_infiniband_bound():
 def test_a_folder_without_records_is_refused(tmp_path):
     with pytest.raises(ProjectionError, match="has no complete kernel records"):
         read_kernels(tmp_path)
+
+
+def test_a_measured_moe_half_takes_the_place_of_modelled_products_around_the_experts(tmp_path):
+    for name in ("moe-experts", "layers-attention", "layers-halves", "layer-parts", "transports"):
+        (tmp_path / f"{name}.json").write_text((BENCH / f"{name}.json").read_text())
+    without = read_kernels(tmp_path)
+    assert without.moe_half is None
+    experts = without.experts
+    line = {"part": "MoE half", "kind": "routed", "backend": "x"}
+    phases = {
+        "forward": experts.forward_s + 0.002,
+        "input gradient": experts.input_grad_s + 0.003,
+        "weight gradients": experts.weight_grad_s + 0.001,
+    }
+    half = {
+        "date": "2026-11-30",
+        "tokens": 8192,
+        "lines": [line | {"phase": phase, "median": 1e3 * s} for phase, s in phases.items()],
+    }
+    (tmp_path / "layers-moe.json").write_text(json.dumps(half))
+    kernels = read_kernels(tmp_path)
+    config = run()
+    spec = next(s for s in unit_specs(config.model.dims) if s.kind is UnitKind.MOE)
+    pieces = {p.name: p for p in unit_pieces(config, spec, "none", kernels)}
+    assert set(pieces) == {"experts", "dispatch", "around the experts"}
+    around = pieces["around the experts"]
+    found = (around.forward_s, around.input_grad_s, around.weight_grad_s)
+    assert found == pytest.approx((0.002, 0.003, 0.001))
+    assert around.origin is Origin.MEASURED
+    names = {p.name for p in unit_pieces(config, spec, "none", without)}
+    assert names == {"experts", "dispatch", "dense", "streams and norms"}
