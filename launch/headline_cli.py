@@ -71,17 +71,28 @@ def _head(kernels: Kernels) -> list[str]:
         f"{', '.join(sorted(set(kernels.dates)))} ({kernels.device}). No pipeline step of this "
         "model was run on GPUs.",
         "",
+        *(_MEASURED if kernels.moe_half is None else _MEASURED_WHOLE),
         *_RESTS_ON,
     ]
 
 
-_RESTS_ON = (
+_MEASURED = (
     "- measured: whole attention halves with the residual streams' mHC, by kind, routed experts'",
     "  forward and backward, mHC around them, Engram's gate, each alone on one GPU, and the",
     "  slow-downs and rates of transports between two GPUs;",
     "- modelled: halves that reuse keys at ratio 2 by those at ratio 1, the head by its tokens,",
     "  router, shared expert and Engram's projection by FLOPs at the measured bf16 rate, dispatch",
     "  within a node by bytes over NVLink, the order in virtual time, the data ranks' collectives;",
+)
+_MEASURED_WHOLE = (
+    "- measured: whole attention and MoE halves with the residual streams' mHC, by kind, those",
+    "  of MoE with the rows of one of eight ranks, Engram's gate, each alone on one GPU, and the",
+    "  slow-downs and rates of transports between two GPUs;",
+    "- modelled: halves that reuse keys at ratio 2 by those at ratio 1, the head by its tokens,",
+    "  Engram's projection by FLOPs at the measured bf16 rate, dispatch within a node by bytes over",
+    "  NVLink, the order in virtual time, the data ranks' collectives;",
+)
+_RESTS_ON = (
     "- assumed: InfiniBand at 46 GB/s a GPU each way, Engram lookups over it with nothing hidden,",
     "  10 GB a GPU for context and buffers, 2.2 GB a saved attention half, transports' slow-downs",
     "  over InfiniBand as over NVLink, hosts that run ahead of their GPUs (an FP8 half's takes as",
