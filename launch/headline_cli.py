@@ -89,8 +89,8 @@ _MEASURED_WHOLE = (
     "  of MoE with the rows of one of eight ranks, Engram's gate, each alone on one GPU, and the",
     "  slow-downs and rates of transports between two GPUs;",
     "- modelled: halves that reuse keys at ratio 2 by those at ratio 1, the head by its tokens,",
-    "  Engram's projection by FLOPs at the measured bf16 rate, dispatch within a node by bytes over",
-    "  NVLink, the order in virtual time, the data ranks' collectives;",
+    "  Engram's projection by FLOPs at the measured bf16 rate, dispatch within a node by bytes",
+    "  over NVLink, the order in virtual time, the data ranks' collectives;",
 )
 _RESTS_ON = (
     "- assumed: InfiniBand at 46 GB/s a GPU each way, Engram lookups over it with nothing hidden,",
