@@ -6,7 +6,8 @@ widen and add each micro-batch's gradient itself, takes such a `.grad` as it is.
 fp64 weights stay autograd's.
 
 Numeric class: bitwise in fp32 and fp64. In bf16 it changes numerics: products are no longer rounded
-to bf16 before they are added. Put off or not, recomputed or not, the bits are the same.
+to bf16 before they are added, but for routed experts', which torch's grouped product rounds. Put
+off or not, recomputed or not, the bits are the same.
 
 Shape letters: N rows, I input width, O output width, G groups.
 """
@@ -110,12 +111,12 @@ def now_or_later(
     # What is not a parameter has no `.grad` of its own, and a compiler traces no writing to one.
     is_direct = is_low(weight.dtype) and weight.is_leaf and not torch.compiler.is_compiling()
 
-    @torch.no_grad()
     def task() -> None:
-        if is_direct and add is not None:
-            _add_to_fp32_grad(weight, add)
-        else:
-            accumulate_grad(weight, compute())
+        with torch.no_grad():
+            if is_direct and add is not None:
+                _add_to_fp32_grad(weight, add)
+            else:
+                accumulate_grad(weight, compute())
 
     if queue is not None and queue.deferring:
         queue.add(task)

@@ -102,7 +102,7 @@ def test_gradients_of_bf16_weights_are_summed_in_fp32(kind):
     assert found.dtype is torch.float32
     # Experts' products are rounded before they are added, as `in_bf16`; no sum of them is.
     assert error(found) < (1e-6 if kind in PRODUCTS else 1.01 * error(in_bf16))
-    assert 5e-4 < error(in_bf16)
+    assert error(in_bf16) > 5e-4
 
 
 @pytest.mark.parametrize("kind", KINDS)
