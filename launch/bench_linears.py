@@ -2,10 +2,11 @@
 
 Times whole linears at V4.1-Flash's widths, casts included: q_a, q_b, o_b and the shared expert,
 forward and backward, in bf16 and in FP8 by every backend that runs here. Weights are quantised
-beforehand, as a step's first micro-batch does; what that costs has a row of its own. FP8 adds its
-weight gradients into an fp32 sum; bf16 is timed with that add ("bf16, fp32 sums") and without it
-("bf16", the baseline of all ratios). Variants take turns, so that ratios hold although clocks
-drift. Prints a line per row and writes JSON with every repetition, also of a run cut short.
+beforehand, as a step's first micro-batch does; what that costs has a row of its own. All make
+weight gradients in fp32. FP8 adds them to a sum; bf16 is timed with that add ("bf16, fp32 sums")
+and without it ("bf16", the baseline of all ratios). Variants take turns, so that ratios hold
+although clocks drift. Prints a line per row and writes JSON with every repetition, also of a run
+cut short.
 """
 
 from __future__ import annotations
@@ -249,18 +250,13 @@ class Bench:
 
     def _repeat(self, rows: Sequence[Row], module: nn.Module, x: Tensor, grad: Tensor) -> None:
         forward, backward, both, *weights = rows
-        wide = "fp32 sums" in forward.variant
-        sums = [torch.zeros_like(w, dtype=torch.float32) for w in module.parameters() if wide]
-        if forward.variant == BASELINE or wide:
-            module.zero_grad()  # FP8 has its fp32 sums already
+        if forward.variant == BASELINE:
+            module.zero_grad()  # the others have their fp32 sums already
         x.grad = None
         results: list[Tensor] = []
 
         def run_backward() -> None:
             results[0].backward(grad)  # type: ignore[no-untyped-call]
-            for total, weight in zip(sums, module.parameters(), strict=False):
-                assert weight.grad is not None
-                total += weight.grad
 
         forward.milliseconds.append(self.clock(lambda: results.append(module(x))))
         backward.milliseconds.append(self.clock(run_backward))

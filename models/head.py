@@ -18,7 +18,7 @@ from torch.nn import functional
 from ppruntime.models.carry import IGNORED_LABEL
 from ppruntime.models.kernels import unavailable_reason
 from ppruntime.models.linear import Linear, WeightGradQueue, now_or_later
-from ppruntime.models.precision import holder_dtype, widened
+from ppruntime.models.precision import add_product, fp32_product, holder_dtype
 
 HeadLoss: TypeAlias = Callable[[Tensor, Linear, Tensor], Tensor]
 """(hidden [..., D], projection, labels [...]) -> the summed cross-entropy, fp32 scalar."""
@@ -114,12 +114,12 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, seed: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x_ND, weight_VD, labels_N, lse_N = (tensor.detach() for tensor in ctx.saved_tensors)
-        wants_x, wants_weight = ctx.needs_input_grad[:2]
-        waits = ctx.queue is not None and ctx.queue.deferring
+        grad_x = torch.empty_like(x_ND) if ctx.needs_input_grad[0] else None
 
-        def passed_back(to_x: bool, to_weight: bool) -> tuple[Tensor | None, Tensor | None]:
-            grad_x = torch.empty_like(x_ND) if to_x else None
-            sums: Tensor | None = None
+        def pass_back(
+            grad_x: Tensor | None, to_weight: bool, sums: Tensor | None = None
+        ) -> Tensor | None:
+            """Fills grad_x and gives the sums with the weight's gradient added, if wanted."""
             for rows in chunks(len(labels_N), ctx.chunk_tokens):
                 grad_CV = fp32_logits(x_ND[rows], weight_VD)
                 grad_CV.sub_(lse_N[rows].unsqueeze(1)).exp_()
@@ -132,18 +132,23 @@ class _ChunkedLoss(torch.autograd.Function):
                     torch.mm(low_CV, weight_VD, out=grad_x[rows])
                 if to_weight:
                     sums = add_product(sums, low_CV.t(), x_ND[rows])
-            if sums is None:
-                return grad_x, torch.zeros_like(weight_VD) if to_weight else None
-            return grad_x, sums.to(weight_VD.dtype)
+            return sums
 
-        def weight_grad() -> Tensor:
-            grad_weight = passed_back(False, True)[1]
-            assert grad_weight is not None
-            return grad_weight
+        # A gradient of the weight that is computed now shares its logits with that of x.
+        waits = ctx.queue is not None and ctx.queue.deferring
+        shared = None if waits else grad_x
 
-        grad_x, grad_weight = passed_back(wants_x, wants_weight and not waits)
-        if wants_weight and waits:
-            now_or_later(ctx.queue, ctx.parameter, weight_grad)
+        def add(sums: Tensor | None) -> Tensor:
+            added = pass_back(shared, True, sums)
+            return torch.zeros_like(weight_VD, dtype=lse_N.dtype) if added is None else added
+
+        if grad_x is not None and (waits or not ctx.needs_input_grad[1]):
+            pass_back(grad_x, False)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = now_or_later(
+                ctx.queue, ctx.parameter, lambda: add(None).to(weight_VD.dtype), add
+            )
         return grad_x, grad_weight, None, None, None
 
 
@@ -156,22 +161,6 @@ def chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
 def fp32_logits(x_CD: Tensor, weight_VD: Tensor) -> Tensor:
     """[C, V] fp32 (fp64 stays) whatever the dtype of the operands."""
     return fp32_product(x_CD, weight_VD.t())
-
-
-def add_product(sum_XY: Tensor | None, a_XC: Tensor, b_CY: Tensor) -> Tensor:
-    """sum + a b, in place and in fp32 (fp64 stays); None is a sum of nothing."""
-    if sum_XY is None:
-        return fp32_product(a_XC, b_CY)
-    if a_XC.is_cuda and a_XC.dtype is not sum_XY.dtype:
-        return torch.addmm(sum_XY, a_XC, b_CY, out_dtype=sum_XY.dtype, out=sum_XY)
-    return sum_XY.addmm_(widened(a_XC), widened(b_CY))
-
-
-def fp32_product(a_XC: Tensor, b_CY: Tensor) -> Tensor:
-    """[X, Y] fp32 (fp64 stays) whatever the dtype of the operands."""
-    if a_XC.is_cuda and a_XC.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(a_XC, b_CY, out_dtype=torch.float32)
-    return widened(a_XC) @ widened(b_CY)
 
 
 def _split(labels_C: Tensor) -> tuple[Tensor, Tensor]:

@@ -545,8 +545,8 @@ class _MegaMoe(torch.autograd.Function):
 def bf16_weight_grads(
     experts: Experts, operands: Bf16MicroBatch, gate_up: Tensor, down: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the weights for autograd, or None: they wait in the experts' queue. Padding is
-    zeros on both sides and adds nothing."""
+    """Gradients of the weights for autograd, or None, as `linear.now_or_later` gives them. Padding
+    is zeros on both sides and adds nothing."""
     x_RD, gate_up_grad_RC, inner_RF, grad_RD, rows_L = operands
     rows: list[int] = rows_L.tolist()
     return (

@@ -209,8 +209,8 @@ def reduce_grads(units: Sequence[nn.Module], data_group: dist.ProcessGroup) -> N
 
 
 def _widen_gradients(group: Any) -> None:
-    """fp32 for every gradient of an FSDP group, as its one reduction wants: FP8 layers add theirs
-    in fp32, weight gradients that an order put off come in the compute dtype."""
+    """fp32 for every gradient of an FSDP group, as its one reduction wants: linears add theirs in
+    fp32, what autograd gave behind FSDP's last hook is in the compute dtype."""
     for parameter in group.fsdp_params:
         if hasattr(parameter, "_unsharded_param"):
             parameter.accumulate_unsharded_grad_if_needed()

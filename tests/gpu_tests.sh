@@ -31,7 +31,7 @@ group() { # NAME GPUS FILES...: those of the files' tests that need a GPU
 
 m=tests/models r=tests/runtime
 last=$((gpus - 1))
-group linears 0 $m/test_fp8_linear_rotated.py $m/test_fp8_linear_gpu.py &
+group linears 0 $m/test_linear.py $m/test_fp8_linear_rotated.py $m/test_fp8_linear_gpu.py &
 group fp8 0 $m/test_kernel_fp8_gpu.py &
 group mega 0 $m/test_kernel_mega_moe.py $m/test_mega_moe.py &
 group small 0 $m/test_kernel_mhc.py $m/test_head.py $m/test_single_stream.py \

@@ -13,12 +13,18 @@ Shape letters: N tokens, G groups, I input width of a group, O output width of a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ppruntime.models.linear import GroupedLinear, WeightGradQueue, now_or_later
+from ppruntime.models.linear import (
+    GroupedLinear,
+    WeightGradQueue,
+    add_group_products,
+    now_or_later,
+)
 
 
 def grouped_output(linear: GroupedLinear, x_BTGI: Tensor) -> Tensor:
@@ -51,7 +57,10 @@ class _GroupedOutput(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             inputs_NGI = x_NGI.detach()
             grad_weight = now_or_later(
-                ctx.queue, ctx.parameter, lambda: _weight_grad(grad_NGO, inputs_NGI)
+                ctx.queue,
+                ctx.parameter,
+                lambda: _weight_grad(grad_NGO, inputs_NGI),
+                partial(add_group_products, grad_NGO=grad_NGO, x_NGI=inputs_NGI),
             )
         return grad_x, grad_weight, None
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ppruntime.models.kernels.rounding import to_bf16
-from ppruntime.models.linear import Linear, WeightGradQueue, now_or_later
+from ppruntime.models.linear import Linear, WeightGradQueue, product_now_or_later
 from ppruntime.models.rope import Rotation
 
 _ROWS = 32
@@ -83,8 +83,8 @@ class _ProjectRotated(torch.autograd.Function):
         grad_x = (grad_NO @ weight).view_as(x_BTI) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            x_NI = x_BTI.detach().reshape(-1, x_BTI.shape[-1])
-            grad_weight = now_or_later(ctx.queue, ctx.parameter, lambda: grad_NO.t() @ x_NI)
+            x_NI = x_BTI.reshape(-1, x_BTI.shape[-1])
+            grad_weight = product_now_or_later(ctx.queue, ctx.parameter, grad_NO, x_NI)
         return grad_x, grad_weight, None, None, None, None
 
 

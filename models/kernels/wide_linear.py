@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ppruntime.models.attention_kernels import REFERENCE
-from ppruntime.models.head import fp32_product
 from ppruntime.models.linear import Linear, WeightGradQueue, now_or_later
+from ppruntime.models.precision import fp32_product
 
 
 def wide_products(linears: Sequence[Linear], x: Tensor) -> list[Tensor]:

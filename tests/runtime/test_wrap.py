@@ -8,6 +8,7 @@ import torch.distributed as dist
 from toy_units import Half, micro_batches
 
 from ppruntime.models.carry import Carry
+from ppruntime.models.linear import WeightGradQueue, set_queue
 from ppruntime.models.save_points import SavePoint
 from ppruntime.wrap import Sharding, hold_gradients, reduce_grads, release_gathered, wrap_units
 
@@ -118,3 +119,45 @@ def test_three_accumulated_steps_give_six_times_the_gradient_on_every_data_rank(
         for p, grad in zip(plain.parameters(), grads, strict=True):
             error = (grad - 6 * p.grad).norm() / (6 * p.grad).norm()
             assert error < tolerance
+
+
+def _bf16_gradients_under_fsdp(
+    rank: int, kept: frozenset[SavePoint] | None, put_off: bool
+) -> dict[str, torch.Tensor]:
+    dist.init_process_group("gloo")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    unit, queue = half(), WeightGradQueue()
+    sharding = Sharding(mesh, torch.bfloat16)
+    wrap_units([unit], recompute=[kept], sharding=sharding, fp32_names=[frozenset({"norm"})])
+    set_queue(unit, queue)
+    hold_gradients([unit])
+    queue.deferring = put_off
+    for _ in range(3):
+        run(unit)
+    tasks = queue.pop()
+    assert len(tasks) == (9 if put_off else 0)
+    for task in tasks:
+        task()
+    reduce_grads([unit], mesh.get_group())
+    release_gathered([unit])
+    grads = {name: p.grad for name, p in unit.named_parameters()}
+    dist.destroy_process_group()
+    return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
+
+
+@pytest.mark.parametrize("put_off", [False, True])
+@pytest.mark.parametrize("kept", [None, NOTHING])
+def test_bf16_linears_under_fsdp_have_the_fp32_sums_of_their_products_to_the_bit(
+    kept, put_off, run_ranks
+):
+    plain = half()
+    for linear in (plain.up, plain.down, plain.mixer):
+        linear.to(torch.bfloat16)
+    for _ in range(3):
+        run(plain)
+    [found] = run_ranks(1, _bf16_gradients_under_fsdp, kept, put_off)
+    for name, p in plain.named_parameters():
+        assert p.grad.dtype is torch.float32
+        assert torch.equal(found[name], p.grad), name
+    # Three times one gradient has more bits than bf16 holds.
+    assert not torch.equal(found["up.weight"], found["up.weight"].bfloat16().float())
