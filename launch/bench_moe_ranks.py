@@ -84,7 +84,9 @@ def variants(num_sms: int) -> Iterator[Variant]:
                     f"{backend} + deep_ep, FP8 rows, {chunks} chunks, GEMMs on {num_sms - left}",
                     (deep_ep, multiply, fp8, late, parts, fused, *budget),
                 )
-        yield Variant(f"{backend}, mega_moe", ("moe.dispatch.type=mega_moe", multiply))
+        fused_way = ("moe.dispatch.type=mega_moe", multiply)
+        yield Variant(f"{backend}, mega_moe", fused_way)
+        yield Variant(f"{backend}, mega_moe, n=2", (*fused_way, two), 2)
     yield Variant("bf16, mega_moe", ("moe.dispatch.type=mega_moe", "moe.compute.backend=torch"))
 
 
