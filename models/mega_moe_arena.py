@@ -4,6 +4,7 @@ One arena per rank, all of one size, serves every layer of the rank, one after a
 
     words      where each rank has come to
     error      what a wait of this rank gave up on; 0: nothing
+    told       numbers of rows, by rank                           written by peers, read here
     order      pairs by expert, as `moe_layout` lists them        written here, read by peers
     weights    routing weights by pair                            the same
     rows       tokens, or gradients of them, bf16 or E4M3         the same
@@ -24,8 +25,9 @@ import torch
 from torch import Tensor
 
 from ppruntime.models.kernels.mega_moe import LATE_PART, Peers, meet
+from ppruntime.models.kernels.mega_moe_counts import Heard, plan, tell
 from ppruntime.models.kernels.quantize import GROUP, Quantized
-from ppruntime.models.mega_moe_rules import MOST_RANKS, ArenaShape
+from ppruntime.models.mega_moe_rules import MOST_RANKS, ArenaShape, told_words
 
 
 class Arena:
@@ -72,6 +74,20 @@ class Arena:
     def num_meetings(self) -> int:
         """So far."""
         return self._epoch
+
+    def tell(self, count_E: Tensor, room: int) -> None:
+        """On the stream: this rank's rows for each expert and the pool rows it has room for, to all
+        ranks, with its error word. They have it after the next meeting, see `plan`."""
+        tell(self.peers, count_E, room, told_offset=self.shape.offset("told"))
+
+    def plan(self, num_rows: int) -> Heard:
+        """On the stream, after the meeting behind `tell`: this rank's pool, of so many rows."""
+        return plan(self.peers, self.told().flatten(), self.shape.num_experts, num_rows)
+
+    def told(self) -> Tensor:
+        """int32 [P, E + 2]: what each rank told."""
+        ranks, width = self.peers.num_ranks, told_words(self.shape.num_experts)
+        return self._region("told", torch.int32, ranks * width).view(ranks, width)
 
     def order(self, num: int) -> Tensor:
         """int32 [num]: pairs by expert."""

@@ -66,7 +66,7 @@ def _factor(x):
 
 @triton.jit
 def _mega_gemm(
-    x_desc, w_desc, y_desc, x_scale_ptr, w_scale_ptr, expert_ptr, start_ptr, count_ptr, R,
+    x_desc, w_desc, y_desc, x_scale_ptr, w_scale_ptr, expert_ptr, start_ptr, count_ptr, L, R,
     flag_ptr, error_ptr, limit, late,
     home_ptr, bases_ptr, offset, most_pairs,
     OUTS: tl.constexpr, INS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -74,7 +74,7 @@ def _mega_gemm(
     FP8: tl.constexpr, TURNED: tl.constexpr, WAIT: tl.constexpr, PUSH: tl.constexpr,
 ):  # fmt: skip
     NUM_COLUMNS: tl.constexpr = OUTS // COLUMNS
-    num_rows = R // ROWS
+    num_rows = tl.load(start_ptr + L) // ROWS  # what lies beyond belongs to no expert
     for tile in range(tl.program_id(0), num_rows * NUM_COLUMNS, tl.num_programs(0)):
         row_block, column_block = tile_place(tile, num_rows, NUM_COLUMNS, GROUP_ROWS)
         row = row_block * ROWS
@@ -133,7 +133,8 @@ def mega_gemm(
     """y[r] = W_e x[r], e the expert of row r: [R, O] bf16, or None if the rows go to their `homes`.
 
     FP8: x in row groups with scale [G, R], weights [L, O, I] in blocks. bf16: x [R, I], weights
-    [L, O, I] or, `turned`, [L, I, O]. Rows of padding hold garbage where they could be skipped.
+    [L, O, I] or, `turned`, [L, I, O]. Rows of padding hold garbage where they could be skipped, and
+    so do those beyond the last expert's end.
     The bits depend neither on the tile's rows and columns nor on `gemm_sms`.
     """
     x_data, x_scale = x if isinstance(x, tuple) else (x, x)
@@ -156,7 +157,7 @@ def mega_gemm(
         TensorDescriptor.from_tensor(x_data, [tile.rows, step]),
         TensorDescriptor.from_tensor(w_data.view(-1, w_data.shape[2]), w_block),
         y_desc, x_scale if fp8 else None, w_scale if fp8 else None,
-        layout.expert_B, layout.start_E1, layout.count_E, rows,
+        layout.expert_B, layout.start_E1, layout.count_E, here, rows,
         ready.flag_B if ready else None, peers.error if peers else None,
         peers.limit if peers else 0, LATE_PART,
         homes.home_R if homes else None, homes.peers.bases_P if homes else None,
@@ -165,7 +166,6 @@ def mega_gemm(
         fp8, turned, ready is not None, homes is not None,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    assert here
     return y_RO
 
 

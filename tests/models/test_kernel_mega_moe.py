@@ -72,6 +72,7 @@ class Group:
         mega_moe.pull_rows(
             self.arenas[rank].peers,
             home_R,
+            self.plans[rank][0],
             pool,
             rows_offset=self.shape.offset("rows"),
             scales_offset=self.shape.offset("scales"),
