@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -58,7 +59,7 @@ from ppruntime.models.kernels.mega_moe import (
     pull_rows,
     push_values,
 )
-from ppruntime.models.kernels.mega_moe_gemm import Homes, Ready, mega_gemm
+from ppruntime.models.kernels.mega_moe_gemm import Helpers, Homes, Ready, mega_gemm
 from ppruntime.models.kernels.mega_moe_swiglu import swiglu_bf16, swiglu_bf16_backward
 from ppruntime.models.kernels.moe_layout import Layout, expert_layout, gather_sum, most_rows
 from ppruntime.models.kernels.quantize import (
@@ -461,8 +462,9 @@ class MegaMoe:
         """Pulls the rows and multiplies each block once it is there; with `quantize`, rows that
         come in bf16 are multiplied in FP8.
 
-        The product leaves `num_sms` multiprocessors alone: its programs wait, and what they wait
-        for must have room to run whichever of the two starts first.
+        The product leaves `num_sms` multiprocessors alone at first: its programs wait, and what
+        they wait for must have room to run whichever of the two starts first. When the rows are
+        there, more programs of it take these multiprocessors over.
         """
         pool = empty_pool(home_R, self.arena.shape.hidden, fp8=fp8)
         rows: Quantized | Tensor = pool.rows() if fp8 else pool.data_RC
@@ -470,9 +472,13 @@ class MegaMoe:
         if quantize:
             rows = quantized = pool_rows_like(pool.data_RC, *pool.data_RC.shape)
         ready = Ready(pool.flag_B, self.arena.peers)
+        helpers = Helpers(pool.ticket_1, self.options.num_sms, self._stream)
+        multiply = partial(
+            mega_gemm, rows, weights, layout, turned=turned, ready=ready, helpers=helpers
+        )
         if self._stream is None:
             self.pull(home_R, layout, pool, quantized)
-            y_RO = mega_gemm(rows, weights, layout, turned=turned, ready=ready)
+            y_RO = multiply()
         else:
             device = home_R.device
             beside = self.options.gemm_sms
@@ -483,7 +489,7 @@ class MegaMoe:
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 self.pull(home_R, layout, pool, quantized)
-            y_RO = mega_gemm(rows, weights, layout, turned=turned, ready=ready, gemm_sms=beside)
+            y_RO = multiply(gemm_sms=beside)
             current.wait_stream(self._stream)
         assert y_RO is not None
         return y_RO, pool

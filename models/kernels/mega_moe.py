@@ -300,6 +300,8 @@ class PulledRows(NamedTuple):
     """The same by row, as passes that gather rows read it."""
     flag_B: Tensor
     """int32: parts of the block that are there, of `PARTS`."""
+    ticket_1: Tensor
+    """int32 [1], 0: for a product of these rows, see `mega_moe_gemm.Helpers`."""
 
     def rows(self) -> Quantized:
         """E4M3 rows, as products read them."""
@@ -316,11 +318,13 @@ def empty_pool(home_R: Tensor, channels: int, *, fp8: bool) -> PulledRows:
     """Memory for `pull_rows`, with flags that say that nothing is there."""
     rows = len(home_R)
     data = home_R.new_empty(rows, channels, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
-    flags = torch.zeros(rows // BLOCK, dtype=torch.int32, device=home_R.device)
+    # Flags and ticket by one launch; the ticket has a line of the cache for itself.
+    words = torch.zeros(rows // BLOCK + 64, dtype=torch.int32, device=home_R.device)
+    flags, ticket = words[64:], words[:1]
     if not fp8:
-        return PulledRows(data, None, None, flags)
+        return PulledRows(data, None, None, flags, ticket)
     scale = home_R.new_empty(channels // GROUP, rows, dtype=torch.float32)
-    return PulledRows(data, scale, scale.new_empty(rows, channels // GROUP), flags)
+    return PulledRows(data, scale, scale.new_empty(rows, channels // GROUP), flags, ticket)
 
 
 def pull_rows(

@@ -69,6 +69,7 @@ def _compile_all():
         mega_moe_swiglu.swiglu_bf16(z, weight, ints(rows), 10.0)
         mega_moe_swiglu.swiglu_bf16_backward(z, meta(rows, width), weight, ints(rows), 10.0)
     ready = mega_moe_gemm.Ready(ints(rows // 128), peers)
+    helpers = mega_moe_gemm.Helpers(ints(1), 20, None)
     with captured() as products:
         for fp8 in (True, False):
             for outs, ins in ((2 * width, hidden), (hidden, width)):
@@ -80,9 +81,11 @@ def _compile_all():
                         meta(here, outs // 128, ins // 128, dtype=torch.float32),
                     )
                     x = pool_rows_like(x, rows, ins)
-                waits = {"ready": ready} if ins == hidden else {"homes": homes}
+                waits = {"homes": homes}
+                if ins == hidden:
+                    waits = {"ready": ready, "helpers": helpers}
                 mega_moe_gemm.mega_gemm(x, weights, layout, gemm_sms=112, **waits)
-        for waits in ({"ready": ready}, {"homes": homes}):
+        for waits in ({"ready": ready, "helpers": helpers}, {"homes": homes}):
             mega_moe_gemm.mega_gemm(
                 meta(rows, hidden), meta(here, hidden, width), layout,
                 turned=True, gemm_sms=112, **waits,
