@@ -12,9 +12,10 @@ One arena per rank, all of one size, serves every layer of the rank, one after a
     values     gradients of routing weights by pair               written by peers, read here
     places     a bf16 row per pair                                the same
 
-What is written here is written before a meeting and read by peers after it; what peers write is
-read here after the next. That meeting is also the proof that they have read: so a region is free
-again at the layer's second meeting, and no other word is needed.
+What is written before a layer's first meeting, here or by peers, is read after it; places and
+values, which peers write after it, are read here after the next. That meeting is also the proof
+that they have read: so a region is free again at the layer's second meeting, or at the third where
+a pass was run twice, and no other word is needed.
 """
 
 from __future__ import annotations

@@ -151,6 +151,7 @@ def _mega_gemm(
             OUTS, INS, ROWS, COLUMNS, STEP, GROUP_ROWS, PARTS, FP8, TURNED, WAIT, PUSH,
         )  # fmt: skip
     if DRAWS:
+        # A ticket orders nothing: its one meaning is that nobody else has drawn it.
         tile = num_fixed + tl.atomic_add(ticket_ptr, 1, sem="relaxed")
         while tile < num_tiles:
             _tile(
