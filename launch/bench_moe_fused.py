@@ -71,7 +71,8 @@ def fused_phases(
     pulled, pushed = float(num_away * row_bytes), 2.0 * num_away * hidden
     sms, homes = dispatcher.options.gemm_sms, dispatcher.homes(home_R)
     yield Phase("meet", 0.0, 0.0, dispatcher.arena.meet)
-    yield Phase("pull", 0.0, pulled, partial(dispatcher.pull, home_R, pool))
+    yield Phase("plan", 0.0, 0.0, partial(dispatcher.arena.plan, len(home_R)))
+    yield Phase("pull", 0.0, pulled, partial(dispatcher.pull, home_R, layout, pool))
     yield Phase("L1", first, 0.0, partial(mega_gemm, rows, gate_up, layout, gemm_sms=sms))
     yield Phase(
         "pull + L1",

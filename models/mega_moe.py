@@ -1,8 +1,9 @@
 """The fused MoE layer: dispatcher `mega_moe`. Dispatch, experts and combine without an exchange
 between them: ranks read each other's tokens and write each other's results.
 
-    write x, pairs by expert, weights into the arena; counts to all ranks, on the host
-    meet      find rows and pull them into the pool, in order    \\ beside each other: a block is
+    write x, pairs by expert, weights into the arena; counts into all ranks' arenas
+    meet      plan the pool; find its rows
+              pull them into it, in order                        \\ beside each other: a block is
               z = x W13^T                                        / multiplied once it is there
               h = p silu(min(g, l)) clamp(u)
               h W2^T, each row straight to its pair's place at its source
@@ -19,20 +20,30 @@ in FP8: the scales are the same wherever x is quantised. Every row has one place
 order, so nothing depends on timing; pools are in the order of one process that has all ranks'
 tokens one after another, and with it the FP8 experts agree bitwise in all.
 
-No rank waits for ever: counts are exchanged on the host within the exchange's limit, all device
-waits are bounded (`kernels.mega_moe`), and what a rank gave up on goes out with the next counts, so
-that all ranks raise alike; `check` asks after a step's last layer. Shape letters: N tokens here,
-K experts per token, E experts, L experts here, P ranks, R pool rows, D model width, F inner width.
+The device waits for no host. A pool gets room before its rows are known: a fair share, or what the
+layer lately took and a little more; and every rank tells its room with its counts. So from the same
+numbers all devices know whether every pool takes what comes: if so they go on, else the pass runs
+empty. The host enqueues the whole forward and reads the numbers after that, while the device
+multiplies. It cuts what is kept to the rows there are. Where a pool was too small all ranks run the
+passes again in pools of the right size, so any routing works; one that `capacity_factor` forbids
+raises alike on all ranks, before a row has moved.
+
+No rank waits for ever: all device waits are bounded (`kernels.mega_moe`), and what a rank gave up
+on goes out with the next counts, so that all ranks raise alike; `check` asks after a step's last
+layer. Shape letters: N tokens here, K experts per token, E experts, L experts here, P ranks, R pool
+rows, D model width, F inner width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -41,13 +52,14 @@ from ppruntime.models.expert_products import weight_grad
 from ppruntime.models.experts import Experts
 from ppruntime.models.fp8_experts import ExpertWeights, Fp8Experts, MicroBatch
 from ppruntime.models.kernels.mega_moe import (
+    FoundRows,
     PulledRows,
     empty_pool,
     find_rows,
     pull_rows,
     push_values,
 )
-from ppruntime.models.kernels.mega_moe_gemm import Homes, Ready, mega_gemm
+from ppruntime.models.kernels.mega_moe_gemm import Helpers, Homes, Ready, mega_gemm
 from ppruntime.models.kernels.mega_moe_swiglu import swiglu_bf16, swiglu_bf16_backward
 from ppruntime.models.kernels.moe_layout import Layout, expert_layout, gather_sum, most_rows
 from ppruntime.models.kernels.quantize import (
@@ -61,15 +73,20 @@ from ppruntime.models.kernels.quantize import (
 from ppruntime.models.kernels.swiglu import swiglu, swiglu_backward
 from ppruntime.models.linear import now_or_later
 from ppruntime.models.mega_moe_arena import Arena, error_text
-from ppruntime.models.mega_moe_plan import make_plan, unpacked
-from ppruntime.models.mega_moe_rules import MeetingError
+from ppruntime.models.mega_moe_plan import PoolPlan, make_plan, pool_rows, unpacked
+from ppruntime.models.mega_moe_rules import (
+    MeetingError,
+    most_pool_rows,
+    rows_with_slack,
+    told_words,
+)
 from ppruntime.models.precision import widened
 from ppruntime.models.router import Routing
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Tensor | None, Tensor | None, T]
-"""A pass of one rank. It yields counts [E + 1], to be sent [P, E + 1] of all ranks on the host, or
-None where all ranks have to meet."""
+"""A pass of one rank. It yields None where all ranks have to meet, or numbers [...], to be sent
+[P, ...] of all ranks on the host."""
 Matrices: TypeAlias = "tuple[Quantized, Quantized] | tuple[Tensor, Tensor]"
 """Weights of gate and up [L, 2F, D], and of down [L, D, F]."""
 
@@ -108,6 +125,15 @@ class Kept(NamedTuple):
     """On the host: pool rows of each expert here, padding included."""
 
 
+class _Tried(NamedTuple):
+    """A pool and what the passes over it made, whatever its size."""
+
+    z_RC: Tensor
+    pool: PulledRows
+    found: FoundRows
+    packed: Tensor
+
+
 class Gradients(NamedTuple):
     """What a backward gives."""
 
@@ -128,8 +154,12 @@ class Bf16MicroBatch(NamedTuple):
 
 
 class MegaMoe:
-    """Fused dispatch, experts and combine over the ranks of an exchange, which carries the counts;
-    the rows go through the arena. Triton's kernels: on CUDA, or interpreted."""
+    """Fused dispatch, experts and combine over the ranks of an exchange, which carries error words;
+    counts and rows go through the arena. Triton's kernels: on CUDA, or interpreted."""
+
+    rooms: dict[int, int]
+    """Rows that a layer's pool is given here before those that come are known, by `layer_of`; none:
+    a fair share."""
 
     def __init__(self, exchange: Exchange, arena: Arena, options: MegaMoeOptions) -> None:
         self.exchange, self.arena, self.options = exchange, arena, options
@@ -138,6 +168,10 @@ class MegaMoe:
         if device.type == "cuda":
             # Of high priority: what it pulls is waited for.
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        words = exchange.num_ranks * told_words(arena.shape.num_experts) + 1
+        self._words = torch.empty(words, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.rooms = {}
+        self._layers: WeakKeyDictionary[AnyExperts, int] = WeakKeyDictionary()
         self.name = f"{exchange.name} #{next(_NUMBERS)}"
         _DISPATCHERS[self.name] = self
 
@@ -164,6 +198,10 @@ class MegaMoe:
             self,
         )
         return widened(y_ND)
+
+    def layer_of(self, experts: AnyExperts) -> int:
+        """A number for these experts, for `rooms`."""
+        return self._layers.setdefault(experts, len(self._layers))
 
     def check(self) -> None:
         """Raises MeetingError if a wait on the device took too long. A collective; the host waits
@@ -195,56 +233,120 @@ class MegaMoe:
         limit: float,
         *,
         power_of_two: bool,
+        layer: int = 0,
     ) -> Steps[tuple[Tensor, Kept]]:
         """y [N, D], fp32 or, of FP8 experts, rounded to x's dtype as they round; and what the
-        backward needs. experts_NK: counted over all ranks' experts, -1 for nowhere."""
+        backward needs. experts_NK: counted over all ranks' experts, -1 for nowhere. `layer`: whose
+        room the pool has at first."""
         arena, num_tokens = self.arena, len(x_ND)
         shape = arena.shape
         assert num_tokens <= shape.most_tokens, (num_tokens, shape)
-        gate_up, down = matrices
-        fp8 = isinstance(gate_up, Quantized)
+        fp8 = isinstance(matrices[0], Quantized)
+        dtype = x_ND.dtype if fp8 else torch.float32
+        room = self._room(layer)
         lists = expert_layout(experts_NK, shape.num_experts)
         arena.order(lists.num_rows).copy_(lists.pair_P)
         arena.weights(num_tokens).copy_(weights_NK)
         self._write(x_ND, fp8=fp8, power_of_two=power_of_two)
-        told_P = yield torch.cat([lists.count_E, arena.error])
-        assert told_P is not None
-        self._refuse(told_P[:, -1])
+        arena.tell(lists.count_E, room)
+        yield None
+        heard = arena.plan(room)
+        read_words = self._copy_of(heard.words)
+        tried = self._try(heard.packed, matrices, limit)
+        yield None
+        places = torch.arange(experts_NK.numel(), dtype=torch.int32, device=x_ND.device)
+        place_NK = torch.where(experts_NK >= 0, places.view_as(experts_NK), -1)
+        y_ND = self.summed(place_NK, dtype)
+        # The device has work from here to the end of the forward: now the host may wait for it.
+        *told, gave_up = read_words()
+        told_PW = numpy.array(told).reshape(self.exchange.num_ranks, -1)
+        counts_PE, errors_P, rooms_P = told_PW[:, :-2], told_PW[:, -2], told_PW[:, -1]
+        if errors_P.any():
+            codes_P1 = yield arena.error
+            assert codes_P1 is not None
+            self._refuse(codes_P1[:, 0])
+        if gave_up:  # of a rank that did not come nothing is known; all will hear of it
+            counts_PE = numpy.zeros_like(counts_PE)
+        counts = torch.from_numpy(counts_PE)
         plan = make_plan(
-            told_P[:, :-1].long(),
+            counts,
             self.exchange.rank,
             capacity_factor=self.options.capacity_factor,
             num_pairs=shape.most_pairs,
         )
-        packed = _to_device(plan.packed(), x_ND.device)
-        yield None
+        self._make_room(layer, plan.num_rows)
+        if any(rows > there for rows, there in zip(pool_rows(counts), rooms_P, strict=True)):
+            del tried, y_ND
+            tried = self._try(_to_device(plan.packed(), x_ND.device), matrices, limit)
+            yield None
+            y_ND = self.summed(place_NK, dtype)
+        return y_ND, _kept(tried, plan, place_NK)
+
+    @property
+    def _fair_share(self) -> int:
+        """Rows of a pool, with a block per expert for padding, if all ranks had as many pairs as
+        fit and every rank as many of them."""
+        shape = self.arena.shape
+        return most_pool_rows(1.0, shape.most_pairs, shape.num_experts // self.exchange.num_ranks)
+
+    def _room(self, layer: int) -> int:
+        """Rows that a layer's pool is given before those that come are known."""
+        room = self.rooms.get(layer, self._fair_share)
+        if (factor := self.options.capacity_factor) is not None:
+            shape = self.arena.shape
+            here = shape.num_experts // self.exchange.num_ranks
+            room = min(room, most_pool_rows(factor, shape.most_pairs, here))
+        return room
+
+    def _make_room(self, layer: int, num_rows: int) -> None:
+        """For as many rows the next time. The size stays while it fits and is not twice too large,
+        so that the memory of one micro-batch serves the next."""
+        room, wanted = self._room(layer), rows_with_slack(num_rows)
+        if num_rows > room or 2 * wanted < room:
+            self.rooms[layer] = max(wanted, self._fair_share)
+
+    def _try(self, packed: Tensor, matrices: Matrices, limit: float) -> _Tried:
+        """The passes of a forward between its meetings, in a pool of as many blocks as `packed`."""
+        arena = self.arena
+        shape, num_ranks = arena.shape, self.exchange.num_ranks
+        here = shape.num_experts // num_ranks
+        gate_up, down = matrices
         found = find_rows(
             arena.peers,
-            unpacked(packed, self.exchange.num_ranks, len(plan.count_L)),
+            unpacked(packed, num_ranks, here),
             order_offset=shape.offset("order"),
             weights_offset=shape.offset("weights"),
             most_pairs=shape.most_pairs,
         )
-        layout = self.pool_layout(packed, found.pair_R, len(plan.count_L))
+        layout = self.pool_layout(packed, found.pair_R, here)
+        fp8 = isinstance(gate_up, Quantized)
         z_RC, pool = self.pull_beside(found.home_R, gate_up, layout, fp8=fp8)
         if fp8:
             weight_R1 = found.weight_R.unsqueeze(1)
             inner: Quantized | Tensor = swiglu(z_RC, weight_R1, layout, limit, power_of_two=False)
         else:
             inner = swiglu_bf16(z_RC, found.weight_R, found.pair_R, limit)
-        mega_gemm(
-            inner, down, layout, homes=self.homes(found.home_R), gemm_sms=self.options.gemm_sms
-        )
-        del inner
-        yield None
-        places = torch.arange(experts_NK.numel(), dtype=torch.int32, device=x_ND.device)
-        place_NK = torch.where(experts_NK >= 0, places.view_as(experts_NK), -1)
-        y_ND = self.summed(place_NK, x_ND.dtype if fp8 else torch.float32)
-        scale_RG = pool.data_RC.new_empty(0, dtype=torch.float32)
-        if pool.scale_RG is not None:
-            scale_RG = pool.scale_RG
-        kept = Kept(z_RC, pool.data_RC, scale_RG, *found, place_NK, packed, plan.start_L1.diff())
-        return y_ND, kept
+        homes = self.homes(found.home_R)
+        mega_gemm(inner, down, layout, homes=homes, gemm_sms=self.options.gemm_sms)
+        return _Tried(z_RC, pool, found, packed)
+
+    def _copy_of(self, words: Tensor) -> Callable[[], list[int]]:
+        """Starts to copy numbers to the host; what it returns waits for them."""
+        if self._stream is None:
+            return words.tolist
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(words.device))
+        with torch.cuda.stream(self._stream):  # beside the search for rows
+            self._words.copy_(words, non_blocking=True)
+            copied.record()
+        words.record_stream(self._stream)
+
+        def read() -> list[int]:
+            copied.synchronize()
+            numbers: list[int] = self._words.tolist()
+            return numbers
+
+        return read
 
     def backward_steps(
         self,
@@ -325,18 +427,23 @@ class MegaMoe:
 
     def _write(self, x_ND: Tensor, *, fp8: bool, power_of_two: bool) -> None:
         """Tokens into the arena, for the peers."""
-        if not fp8:
+        if fp8:
+            out = self.arena.fp8_rows(len(x_ND))
+            quantize_rows(x_ND, power_of_two=power_of_two, out=out)
+        else:
             self.arena.rows(len(x_ND)).copy_(x_ND)
-            return
-        rows = self.arena.fp8_rows(len(x_ND))
-        for there, here in zip(rows, quantize_rows(x_ND, power_of_two=power_of_two), strict=True):
-            there.copy_(here)
 
-    def pull(self, home_R: Tensor, pool: PulledRows, quantized: Quantized | None = None) -> None:
+    def pull(
+        self,
+        home_R: Tensor,
+        layout: Layout,
+        pool: PulledRows,
+        quantized: Quantized | None = None,
+    ) -> None:
         """The rows that their ranks have written, into the pool."""
         shape = self.arena.shape
         pull_rows(
-            self.arena.peers, home_R, pool,
+            self.arena.peers, home_R, layout.start_E1, pool,
             rows_offset=shape.offset("rows"), scales_offset=shape.offset("scales"),
             per_token=shape.per_token, most_pairs=shape.most_pairs,
             num_sms=self.options.num_sms, quantized=quantized,
@@ -355,8 +462,9 @@ class MegaMoe:
         """Pulls the rows and multiplies each block once it is there; with `quantize`, rows that
         come in bf16 are multiplied in FP8.
 
-        The product leaves `num_sms` multiprocessors alone: its programs wait, and what they wait
-        for must have room to run whichever of the two starts first.
+        The product leaves `num_sms` multiprocessors alone at first: its programs wait, and what
+        they wait for must have room to run whichever of the two starts first. When the rows are
+        there, more programs of it take these multiprocessors over.
         """
         pool = empty_pool(home_R, self.arena.shape.hidden, fp8=fp8)
         rows: Quantized | Tensor = pool.rows() if fp8 else pool.data_RC
@@ -364,9 +472,13 @@ class MegaMoe:
         if quantize:
             rows = quantized = pool_rows_like(pool.data_RC, *pool.data_RC.shape)
         ready = Ready(pool.flag_B, self.arena.peers)
+        helpers = Helpers(pool.ticket_1, self.options.num_sms, self._stream)
+        multiply = partial(
+            mega_gemm, rows, weights, layout, turned=turned, ready=ready, helpers=helpers
+        )
         if self._stream is None:
-            self.pull(home_R, pool, quantized)
-            y_RO = mega_gemm(rows, weights, layout, turned=turned, ready=ready)
+            self.pull(home_R, layout, pool, quantized)
+            y_RO = multiply()
         else:
             device = home_R.device
             beside = self.options.gemm_sms
@@ -376,8 +488,8 @@ class MegaMoe:
             current = torch.cuda.current_stream(device)
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                self.pull(home_R, pool, quantized)
-            y_RO = mega_gemm(rows, weights, layout, turned=turned, ready=ready, gemm_sms=beside)
+                self.pull(home_R, layout, pool, quantized)
+            y_RO = multiply(gemm_sms=beside)
             current.wait_stream(self._stream)
         assert y_RO is not None
         return y_RO, pool
@@ -410,6 +522,27 @@ class MegaMoe:
             raise MeetingError(text)
 
 
+def _kept(tried: _Tried, plan: PoolPlan, place_NK: Tensor) -> Kept:
+    """Of a pool, the rows that there are."""
+    rows = plan.num_rows
+    z_RC, pool, found, packed = tried
+    num_spare = (len(z_RC) - rows) // GROUP
+    scale_RG = pool.data_RC.new_empty(0, dtype=torch.float32)
+    if pool.scale_RG is not None:
+        scale_RG = pool.scale_RG[:rows]
+    return Kept(
+        z_RC[:rows],
+        pool.data_RC[:rows],
+        scale_RG,
+        found.home_R[:rows],
+        found.pair_R[:rows],
+        found.weight_R[:rows],
+        place_NK,
+        packed[: len(packed) - num_spare],
+        plan.start_L1.diff(),
+    )
+
+
 _NUMBERS = count()
 _DISPATCHERS: WeakValueDictionary[str, MegaMoe] = WeakValueDictionary()
 """Ops take names, not objects. No two have one name: each has epochs of its own."""
@@ -435,6 +568,7 @@ def _forward_op(
     matrices: Sequence[Tensor],
     limit: float,
     power_of_two: bool,
+    layer: int,
     dispatcher: str,
 ) -> list[Tensor]:
     """y and the fields of `Kept`. `matrices`: two in bf16, or FP8 bytes and scales by turns."""
@@ -445,7 +579,9 @@ def _forward_op(
     else:
         pair = (Quantized(*matrices[:2]), Quantized(*matrices[2:]))
     y_ND, kept = here.run(
-        here.forward_steps(x_ND, experts_NK, weights_NK, pair, limit, power_of_two=power_of_two)
+        here.forward_steps(
+            x_ND, experts_NK, weights_NK, pair, limit, power_of_two=power_of_two, layer=layer
+        )
     )
     assert kept.z_RC is not None
     return [y_ND, *kept]  # type: ignore[list-item]
@@ -459,6 +595,7 @@ def _(
     matrices: Sequence[Tensor],
     limit: float,
     power_of_two: bool,
+    layer: int,
     dispatcher: str,
 ) -> list[Tensor]:
     """Sizes of the worst routing."""
@@ -508,8 +645,9 @@ class _MegaMoe(torch.autograd.Function):
             power_of_two = experts.options.power_of_two_scales
             ctx.weights = weights
         y_ND, z_RC, *others = torch.ops.ppruntime.expert_mega_moe(
-            x_ND, experts_NK, weights_NK, matrices, limit, power_of_two, dispatcher.name
-        )
+            x_ND, experts_NK, weights_NK, matrices, limit, power_of_two,
+            dispatcher.layer_of(experts), dispatcher.name,
+        )  # fmt: skip
         ctx.save_for_backward(gate_up, down, z_RC if keeps else None, *others)
         ctx.parameters = gate_up, down  # see `linear.now_or_later`
         result: Tensor = y_ND

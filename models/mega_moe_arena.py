@@ -4,6 +4,7 @@ One arena per rank, all of one size, serves every layer of the rank, one after a
 
     words      where each rank has come to
     error      what a wait of this rank gave up on; 0: nothing
+    told       numbers of rows, by rank                           written by peers, read here
     order      pairs by expert, as `moe_layout` lists them        written here, read by peers
     weights    routing weights by pair                            the same
     rows       tokens, or gradients of them, bf16 or E4M3         the same
@@ -11,9 +12,10 @@ One arena per rank, all of one size, serves every layer of the rank, one after a
     values     gradients of routing weights by pair               written by peers, read here
     places     a bf16 row per pair                                the same
 
-What is written here is written before a meeting and read by peers after it; what peers write is
-read here after the next. That meeting is also the proof that they have read: so a region is free
-again at the layer's second meeting, and no other word is needed.
+What is written before a layer's first meeting, here or by peers, is read after it; places and
+values, which peers write after it, are read here after the next. That meeting is also the proof
+that they have read: so a region is free again at the layer's second meeting, or at the third where
+a pass was run twice, and no other word is needed.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ import torch
 from torch import Tensor
 
 from ppruntime.models.kernels.mega_moe import LATE_PART, Peers, meet
+from ppruntime.models.kernels.mega_moe_counts import Heard, plan, tell
 from ppruntime.models.kernels.quantize import GROUP, Quantized
-from ppruntime.models.mega_moe_rules import MOST_RANKS, ArenaShape
+from ppruntime.models.mega_moe_rules import MOST_RANKS, ArenaShape, told_words
 
 
 class Arena:
@@ -72,6 +75,20 @@ class Arena:
     def num_meetings(self) -> int:
         """So far."""
         return self._epoch
+
+    def tell(self, count_E: Tensor, room: int) -> None:
+        """On the stream: this rank's rows for each expert and the pool rows it has room for, to all
+        ranks, with its error word. They have it after the next meeting, see `plan`."""
+        tell(self.peers, count_E, room, told_offset=self.shape.offset("told"))
+
+    def plan(self, num_rows: int) -> Heard:
+        """On the stream, after the meeting behind `tell`: this rank's pool, of so many rows."""
+        return plan(self.peers, self.told().flatten(), self.shape.num_experts, num_rows)
+
+    def told(self) -> Tensor:
+        """int32 [P, E + 2]: what each rank told."""
+        ranks, width = self.peers.num_ranks, told_words(self.shape.num_experts)
+        return self._region("told", torch.int32, ranks * width).view(ranks, width)
 
     def order(self, num: int) -> Tensor:
         """int32 [num]: pairs by expert."""

@@ -7,10 +7,12 @@ by (source rank, pair), which is the order of one process that has all tokens on
 what is computed of them has the same bits in every run, and at every number of ranks.
 
 Whether a rank's pool would overflow follows from the counts too, so all ranks raise alike, before
-any of them sends a row. Shape letters: P ranks, E experts, L = E/P experts here, R pool rows,
+any of them sends a row. The device makes the same plan for itself (`kernels.mega_moe_counts`); this
+one says what it means, judges the routing, and is sent to the device where its pool was too small.
+Shape letters: P ranks, E experts, L = E/P experts here, R pool rows,
 B = R/128 blocks.
 
-numpy inside: the device waits for a plan in every forward, and torch takes three times as long over
+numpy inside: the host makes a plan in every forward, and torch takes three times as long over
 numbers as few as these.
 """
 

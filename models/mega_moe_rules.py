@@ -28,6 +28,17 @@ def most_pool_rows(capacity_factor: float, num_pairs: int, num_here: int) -> int
     return -(-int(capacity_factor * num_pairs) // BLOCK) * BLOCK + num_here * BLOCK
 
 
+def told_words(num_experts: int) -> int:
+    """32-bit words that a rank tells every other in a forward: its rows for each expert, its error
+    word, the pool rows that it has room for."""
+    return num_experts + 2
+
+
+def rows_with_slack(num_rows: int) -> int:
+    """Room for a pool that lately took so many rows: a 16th more, in whole blocks."""
+    return -(-(num_rows + num_rows // 16) // BLOCK) * BLOCK
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaShape:
     """What an arena is made for, see `mega_moe_arena`. Alike on all ranks."""
@@ -60,6 +71,7 @@ def _offsets(shape: ArenaShape) -> dict[str, int]:
     sizes = {
         "words": 4 * MOST_RANKS,
         "error": 4,
+        "told": 4 * MOST_RANKS * told_words(shape.num_experts),
         "order": 4 * most_rows(pairs, shape.num_experts),
         "weights": 4 * pairs,
         "scales": 4 * tokens * (hidden // BLOCK),

@@ -13,6 +13,7 @@ FP8 experts         quantize (1 x 128 and 128 x 128 scales; rounding: exact, als
                     package behind the same calls), moe_reference (the recipe in torch),
                     expert_backends (which of them computes); used by models/fp8_experts.py
 fused MoE           mega_moe (meetings, flags, rows from and to other ranks' memory),
+                    mega_moe_counts (numbers of rows to all ranks, and the plan made of them),
                     mega_moe_gemm (products that wait for rows and send them home), FP8 and bf16,
                     mega_moe_swiglu (bf16); used by models/mega_moe.py
 around experts      shared_swiglu (in the compute dtype; reference: models/experts.py), wide_linear

@@ -49,7 +49,7 @@ class Peers(NamedTuple):
     bases_P: Tensor
     """int64: their addresses here, by rank."""
     error: Tensor
-    """int32 [1]: 0 until a wait of this rank took too long."""
+    """int32 [1]: 0 until a wait of this rank took too long; not reset."""
     rank: int
     limit: int
     """Longest wait: nanoseconds; in the interpreter, polls."""
@@ -153,6 +153,11 @@ def _find_rows(
     block = tl.program_id(0)
     rows = block * 128 + tl.arange(0, 128)
     expert = tl.load(expert_ptr + block)
+    if expert < 0:  # beyond the last row
+        tl.store(home_ptr + rows, tl.full([128], -1, tl.int32))
+        tl.store(pair_ptr + rows, tl.full([128], -1, tl.int32))
+        tl.store(weight_ptr + rows, tl.zeros([128], tl.float32))
+        return
     within = rows - tl.load(start_ptr + expert)
     live = within < tl.load(count_ptr + expert)
     source = tl.zeros([128], tl.int32)
@@ -178,7 +183,8 @@ def find_rows(
     weights_offset: int,
     most_pairs: int,
 ) -> FoundRows:
-    """Reads the peers' lists of pairs. `plan` as `mega_moe_plan.unpacked` gives it."""
+    """Reads the peers' lists of pairs. `plan` as `mega_moe_plan.unpacked` gives it; blocks beyond
+    the last row have expert -1 and are padding."""
     start_L1, count_L, before, place, expert_B = plan
     rows = len(expert_B) * BLOCK
     found = FoundRows(
@@ -214,13 +220,14 @@ def find_rows_reference(
     return FoundRows(home_R, pair_R, weight_R)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit
 def _pull_rows(
     bases_ptr, rows_offset, scales_offset, home_ptr, flag_ptr, out_ptr, scale_ptr, scale_by_row_ptr,
-    num_parts, R, most_pairs, WORDS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr,
+    start_ptr, L, R, most_pairs, WORDS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, WITH_SCALES: tl.constexpr,
     GROUPS_2: tl.constexpr,
 ):  # fmt: skip
+    num_parts = tl.load(start_ptr + L) // ROWS
     for part in range(tl.program_id(0), num_parts, tl.num_programs(0)):
         rows = part * ROWS + tl.arange(0, ROWS)
         home = tl.load(home_ptr + rows)
@@ -248,12 +255,13 @@ def _pull_rows(
         tl.atomic_add(flag_ptr + part * ROWS // 128, 1, sem="release", scope="gpu")
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit
 def _pull_and_quantize(
     bases_ptr, rows_offset, home_ptr, flag_ptr, out_ptr, data_ptr, scale_ptr,
-    num_parts, R, most_pairs, C: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr,
+    start_ptr, L, R, most_pairs, C: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
+    num_parts = tl.load(start_ptr + L) // ROWS
     for part in range(tl.program_id(0), num_parts, tl.num_programs(0)):
         rows = part * ROWS + tl.arange(0, ROWS)
         home = tl.load(home_ptr + rows)
@@ -292,6 +300,8 @@ class PulledRows(NamedTuple):
     """The same by row, as passes that gather rows read it."""
     flag_B: Tensor
     """int32: parts of the block that are there, of `PARTS`."""
+    ticket_1: Tensor
+    """int32 [1], 0: for a product of these rows, see `mega_moe_gemm.Helpers`."""
 
     def rows(self) -> Quantized:
         """E4M3 rows, as products read them."""
@@ -308,16 +318,19 @@ def empty_pool(home_R: Tensor, channels: int, *, fp8: bool) -> PulledRows:
     """Memory for `pull_rows`, with flags that say that nothing is there."""
     rows = len(home_R)
     data = home_R.new_empty(rows, channels, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
-    flags = torch.zeros(rows // BLOCK, dtype=torch.int32, device=home_R.device)
+    # Flags and ticket by one launch; the ticket has a line of the cache for itself.
+    words = torch.zeros(rows // BLOCK + 64, dtype=torch.int32, device=home_R.device)
+    flags, ticket = words[64:], words[:1]
     if not fp8:
-        return PulledRows(data, None, None, flags)
+        return PulledRows(data, None, None, flags, ticket)
     scale = home_R.new_empty(channels // GROUP, rows, dtype=torch.float32)
-    return PulledRows(data, scale, scale.new_empty(rows, channels // GROUP), flags)
+    return PulledRows(data, scale, scale.new_empty(rows, channels // GROUP), flags, ticket)
 
 
 def pull_rows(
     peers: Peers,
     home_R: Tensor,
+    start_L1: Tensor,
     pool: PulledRows,
     *,
     rows_offset: int,
@@ -327,7 +340,8 @@ def pull_rows(
     num_sms: int,
     quantized: Quantized | None = None,
 ) -> None:
-    """Copies each row's token from its source, blocks in order, and then raises the block's flag.
+    """Copies each row's token from its source, blocks in order, and then raises the block's flag;
+    blocks beyond the last expert's end, the last number of `start_L1`, are left alone.
 
     At the source, tokens lie `rows_offset` bytes in, dense, and their scales [tokens, G] at
     `scales_offset`. `num_sms` programs of it run at once. With `quantized` (data [R, C], scale
@@ -337,19 +351,19 @@ def pull_rows(
     rows, channels = pool.data_RC.shape
     if not rows:
         return
-    num_parts = rows // PART_ROWS
+    num_programs, here = min(rows // PART_ROWS, num_sms), len(start_L1) - 1
     if quantized is not None:
-        _pull_and_quantize[(min(num_parts, num_sms),)](
+        _pull_and_quantize[(num_programs,)](
             peers.bases_P, rows_offset, home_R, pool.flag_B, pool.data_RC, *quantized,
-            num_parts, rows, most_pairs, channels, per_token, PART_ROWS, _GROUPS, num_warps=8,
+            start_L1, here, rows, most_pairs, channels, per_token, PART_ROWS, _GROUPS, num_warps=8,
         )  # fmt: skip
         return
     words = channels * pool.data_RC.element_size() // 4
     groups = channels // GROUP
-    _pull_rows[(min(num_parts, num_sms),)](
+    _pull_rows[(num_programs,)](
         peers.bases_P, rows_offset, scales_offset, home_R, pool.flag_B,
         pool.data_RC.view(torch.int32), pool.scale_GR, pool.scale_RG,
-        num_parts, rows, most_pairs, words, per_token, groups, PART_ROWS, _WORDS,
+        start_L1, here, rows, most_pairs, words, per_token, groups, PART_ROWS, _WORDS,
         pool.scale_GR is not None, triton.next_power_of_2(groups), num_warps=8,
     )  # fmt: skip
 

@@ -4,8 +4,10 @@
 
     waiting   a block of rows is multiplied as soon as its flag says that it is there
     pushing   the result goes to the place of the row's pair at its source, whichever rank that is
+    helped    the last quarter of the tiles is drawn by ticket, also by programs that start once the
+              multiprocessors that brought the rows are free
 
-One kernel; the two ends are options of it. Each pair has a place of its own, so nothing is added
+One kernel; these are options of it. Each pair has a place of its own, so nothing is added
 up on the way and the bits do not depend on who comes first. bf16 is summed in fp32 by the tensor
 cores; FP8 as in `grouped_gemm`, 128 values of K at a time.
 
@@ -48,6 +50,17 @@ class Ready(NamedTuple):
     peers: Peers
 
 
+class Helpers(NamedTuple):
+    """More programs of a product, behind what already runs on a stream of their own."""
+
+    ticket_1: Tensor
+    """int32 [1], 0."""
+    num_sms: int
+    """Multiprocessors that they get."""
+    stream: torch.cuda.Stream | None
+    """None, in the interpreter: they run before the product's own programs."""
+
+
 class Homes(NamedTuple):
     """Where the results go: row `pair` of the bf16 rows [pairs, O] that begin `offset` bytes into
     the arena of the row's source."""
@@ -65,58 +78,89 @@ def _factor(x):
 
 
 @triton.jit
-def _mega_gemm(
-    x_desc, w_desc, y_desc, x_scale_ptr, w_scale_ptr, expert_ptr, start_ptr, count_ptr, R,
-    flag_ptr, error_ptr, limit, late,
-    home_ptr, bases_ptr, offset, most_pairs,
+def _tile(
+    tile, num_rows, x_desc, w_desc, y_desc, x_scale_ptr, w_scale_ptr, expert_ptr, start_ptr,
+    count_ptr, R, flag_ptr, error_ptr, limit, late, home_ptr, bases_ptr, offset, most_pairs,
     OUTS: tl.constexpr, INS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STEP: tl.constexpr, GROUP_ROWS: tl.constexpr, PARTS: tl.constexpr,
     FP8: tl.constexpr, TURNED: tl.constexpr, WAIT: tl.constexpr, PUSH: tl.constexpr,
 ):  # fmt: skip
-    NUM_COLUMNS: tl.constexpr = OUTS // COLUMNS
-    num_rows = R // ROWS
-    for tile in range(tl.program_id(0), num_rows * NUM_COLUMNS, tl.num_programs(0)):
-        row_block, column_block = tile_place(tile, num_rows, NUM_COLUMNS, GROUP_ROWS)
-        row = row_block * ROWS
-        column = column_block * COLUMNS
-        expert = tl.load(expert_ptr + row // 128)
-        end = tl.load(start_ptr + expert) + tl.load(count_ptr + expert)
-        if row < end:  # a half block may be all padding
-            if WAIT:
-                wait_until(flag_ptr + row // 128, PARTS, error_ptr, late, limit, "gpu")
-                proxy_fence()
-                tl.debug_barrier()
-            rows = row + tl.arange(0, ROWS)
-            total = tl.zeros([ROWS, COLUMNS], tl.float32)
-            if FP8:
-                w_scales = w_scale_ptr + (expert * (OUTS // 128) + column // 128) * (INS // 128)
-                for group in range(INS // 128):
-                    x = x_desc.load([row, group * 128])
-                    w = w_desc.load([expert * OUTS + column, group * 128])
-                    scale = tl.load(x_scale_ptr + group * R + rows) * tl.load(w_scales + group)
-                    total += tl.dot(x, w.T) * scale[:, None]
-            elif TURNED:
-                for first in range(0, INS, STEP):
-                    x = x_desc.load([row, first])
-                    w = w_desc.load([expert * INS + first, column])
-                    total = tl.dot(_factor(x), _factor(w), total)
-            else:
-                for first in range(0, INS, STEP):
-                    x = x_desc.load([row, first])
-                    w = w_desc.load([expert * OUTS + column, first])
-                    total = tl.dot(_factor(x), _factor(w).T, total)
-            y = to_bf16(total)
-            if PUSH:
-                home = tl.load(home_ptr + rows)
-                live = home >= 0
-                home = tl.maximum(home, 0)
-                base = tl.load(bases_ptr + home // most_pairs)
-                place = base + offset + (home % most_pairs).to(tl.int64) * (2 * OUTS)
-                target = tl.multiple_of(place.to(tl.pointer_type(tl.bfloat16)), [16])
-                columns = column + tl.arange(0, COLUMNS)
-                tl.store(target[:, None] + columns[None, :], y, mask=live[:, None])
-            else:
-                y_desc.store([row, column], y)
+    row_block, column_block = tile_place(tile, num_rows, OUTS // COLUMNS, GROUP_ROWS)
+    row = row_block * ROWS
+    column = column_block * COLUMNS
+    expert = tl.load(expert_ptr + row // 128)
+    end = tl.load(start_ptr + expert) + tl.load(count_ptr + expert)
+    if row < end:  # a half block may be all padding
+        if WAIT:
+            wait_until(flag_ptr + row // 128, PARTS, error_ptr, late, limit, "gpu")
+            proxy_fence()
+            tl.debug_barrier()
+        rows = row + tl.arange(0, ROWS)
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        if FP8:
+            w_scales = w_scale_ptr + (expert * (OUTS // 128) + column // 128) * (INS // 128)
+            for group in range(INS // 128):
+                x = x_desc.load([row, group * 128])
+                w = w_desc.load([expert * OUTS + column, group * 128])
+                scale = tl.load(x_scale_ptr + group * R + rows) * tl.load(w_scales + group)
+                total += tl.dot(x, w.T) * scale[:, None]
+        elif TURNED:
+            for first in range(0, INS, STEP):
+                x = x_desc.load([row, first])
+                w = w_desc.load([expert * INS + first, column])
+                total = tl.dot(_factor(x), _factor(w), total)
+        else:
+            for first in range(0, INS, STEP):
+                x = x_desc.load([row, first])
+                w = w_desc.load([expert * OUTS + column, first])
+                total = tl.dot(_factor(x), _factor(w).T, total)
+        y = to_bf16(total)
+        if PUSH:
+            home = tl.load(home_ptr + rows)
+            live = home >= 0
+            home = tl.maximum(home, 0)
+            base = tl.load(bases_ptr + home // most_pairs)
+            place = base + offset + (home % most_pairs).to(tl.int64) * (2 * OUTS)
+            target = tl.multiple_of(place.to(tl.pointer_type(tl.bfloat16)), [16])
+            columns = column + tl.arange(0, COLUMNS)
+            tl.store(target[:, None] + columns[None, :], y, mask=live[:, None])
+        else:
+            y_desc.store([row, column], y)
+
+
+@triton.jit(do_not_specialize=["helps"])
+def _mega_gemm(
+    x_desc, w_desc, y_desc, x_scale_ptr, w_scale_ptr, expert_ptr, start_ptr, count_ptr, L, R,
+    flag_ptr, ticket_ptr, error_ptr, limit, late,
+    home_ptr, bases_ptr, offset, most_pairs, helps,
+    OUTS: tl.constexpr, INS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr, GROUP_ROWS: tl.constexpr, PARTS: tl.constexpr,
+    FP8: tl.constexpr, TURNED: tl.constexpr, WAIT: tl.constexpr, PUSH: tl.constexpr,
+    DRAWS: tl.constexpr,
+):  # fmt: skip
+    num_rows = tl.load(start_ptr + L) // ROWS  # what lies beyond belongs to no expert
+    num_tiles = num_rows * (OUTS // COLUMNS)
+    num_fixed = num_tiles - num_tiles // 4 if DRAWS else num_tiles
+    end = num_fixed
+    if DRAWS:
+        end = tl.where(helps == 0, num_fixed, 0)
+    for tile in range(tl.program_id(0), end, tl.num_programs(0)):
+        _tile(
+            tile, num_rows, x_desc, w_desc, y_desc, x_scale_ptr, w_scale_ptr, expert_ptr, start_ptr,
+            count_ptr, R, flag_ptr, error_ptr, limit, late, home_ptr, bases_ptr, offset, most_pairs,
+            OUTS, INS, ROWS, COLUMNS, STEP, GROUP_ROWS, PARTS, FP8, TURNED, WAIT, PUSH,
+        )  # fmt: skip
+    if DRAWS:
+        # A ticket orders nothing: its one meaning is that nobody else has drawn it.
+        tile = num_fixed + tl.atomic_add(ticket_ptr, 1, sem="relaxed")
+        while tile < num_tiles:
+            _tile(
+                tile, num_rows, x_desc, w_desc, y_desc, x_scale_ptr, w_scale_ptr, expert_ptr,
+                start_ptr, count_ptr, R, flag_ptr, error_ptr, limit, late, home_ptr, bases_ptr,
+                offset, most_pairs, OUTS, INS, ROWS, COLUMNS, STEP, GROUP_ROWS, PARTS, FP8, TURNED,
+                WAIT, PUSH,
+            )  # fmt: skip
+            tile = num_fixed + tl.atomic_add(ticket_ptr, 1, sem="relaxed")
 
 
 def mega_gemm(
@@ -129,12 +173,15 @@ def mega_gemm(
     homes: Homes | None = None,
     tile: Tile | None = None,
     gemm_sms: int | None = None,
+    helpers: Helpers | None = None,
 ) -> Tensor | None:
     """y[r] = W_e x[r], e the expert of row r: [R, O] bf16, or None if the rows go to their `homes`.
 
     FP8: x in row groups with scale [G, R], weights [L, O, I] in blocks. bf16: x [R, I], weights
-    [L, O, I] or, `turned`, [L, I, O]. Rows of padding hold garbage where they could be skipped.
-    The bits depend neither on the tile's rows and columns nor on `gemm_sms`.
+    [L, O, I] or, `turned`, [L, I, O]. Rows of padding hold garbage where they could be skipped, and
+    so do those beyond the last expert's end.
+    The bits depend neither on the tile's rows and columns nor on `gemm_sms` nor on who multiplies
+    what. With `helpers` the current stream does not wait for theirs.
     """
     x_data, x_scale = x if isinstance(x, tuple) else (x, x)
     w_data, w_scale = weights if isinstance(weights, tuple) else (weights, weights)
@@ -152,20 +199,32 @@ def mega_gemm(
     w_block = [step, columns] if turned else [columns, step]
     peers = ready.peers if ready else None
     num_tiles = (rows // tile.rows) * (outs // columns)
-    _mega_gemm[(num_programs(num_tiles, tile, gemm_sms or all_sms(x_data)),)](
+    arguments = (
         TensorDescriptor.from_tensor(x_data, [tile.rows, step]),
         TensorDescriptor.from_tensor(w_data.view(-1, w_data.shape[2]), w_block),
         y_desc, x_scale if fp8 else None, w_scale if fp8 else None,
-        layout.expert_B, layout.start_E1, layout.count_E, rows,
-        ready.flag_B if ready else None, peers.error if peers else None,
-        peers.limit if peers else 0, LATE_PART,
+        layout.expert_B, layout.start_E1, layout.count_E, here, rows,
+        ready.flag_B if ready else None, helpers.ticket_1 if helpers else None,
+        peers.error if peers else None, peers.limit if peers else 0, LATE_PART,
         homes.home_R if homes else None, homes.peers.bases_P if homes else None,
         homes.offset if homes else 0, homes.most_pairs if homes else 1,
-        outs, ins, tile.rows, columns, step, tile.group, PARTS,
-        fp8, turned, ready is not None, homes is not None,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    assert here
+    kind = (
+        outs, ins, tile.rows, columns, step, tile.group, PARTS,
+        fp8, turned, ready is not None, homes is not None, helpers is not None,
+    )  # fmt: skip
+
+    def launch(sms: int, *, helps: int) -> None:
+        _mega_gemm[(num_programs(num_tiles, tile, sms),)](
+            *arguments, helps, *kind, num_warps=tile.num_warps, num_stages=tile.num_stages
+        )
+
+    if helpers is not None and helpers.stream is None:
+        launch(helpers.num_sms, helps=1)
+    launch(gemm_sms or all_sms(x_data), helps=0)
+    if helpers is not None and helpers.stream is not None:
+        with torch.cuda.stream(helpers.stream):
+            launch(helpers.num_sms, helps=1)
     return y_RO
 
 

@@ -186,17 +186,22 @@ def _quantize_rows(
     tl.store(scale_ptr + rows * (C // 128) + group, scale, mask=inside)
 
 
-def quantize_rows(x_NC: Tensor, *, power_of_two: bool) -> Quantized:
-    """`quantize_rows_reference` in one pass: what a token's owner sends. x is bf16 or fp32."""
+def quantize_rows(x_NC: Tensor, *, power_of_two: bool, out: Quantized | None = None) -> Quantized:
+    """`quantize_rows_reference` in one pass: what a token's owner sends. x is bf16 or fp32. `out`:
+    memory for it, dense."""
     num_rows, channels = x_NC.shape
-    data = torch.empty_like(x_NC, dtype=torch.float8_e4m3fn)
-    scale_NG = x_NC.new_empty(num_rows, channels // GROUP, dtype=torch.float32)
+    if out is None:
+        out = Quantized(
+            torch.empty(x_NC.shape, dtype=torch.float8_e4m3fn, device=x_NC.device),
+            x_NC.new_empty(num_rows, channels // GROUP, dtype=torch.float32),
+        )
+    data, scale_NG = out
     if num_rows:
         grid = (triton.cdiv(num_rows, 32), channels // GROUP)
         _quantize_rows[grid](
             x_NC.contiguous(), data, scale_NG, num_rows, channels, 32, power_of_two, num_warps=4
         )
-    return Quantized(data, scale_NG)
+    return out
 
 
 # Rows and columns of the pool, gathered on the way.

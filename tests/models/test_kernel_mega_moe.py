@@ -1,5 +1,7 @@
 """The fused MoE layer's kernels, rank by rank in one process, against their references."""
 
+from functools import partial
+
 import pytest
 import torch
 from fp8_cases import DEVICE, ON_GPU, distance, random_routing, values
@@ -72,6 +74,7 @@ class Group:
         mega_moe.pull_rows(
             self.arenas[rank].peers,
             home_R,
+            self.plans[rank][0],
             pool,
             rows_offset=self.shape.offset("rows"),
             scales_offset=self.shape.offset("scales"),
@@ -221,6 +224,31 @@ def test_fp8_rows_have_the_bits_of_the_plain_grouped_product():
         for row, home in zip(got, home_R[live].tolist(), strict=True):
             source, pair = divmod(home, group.shape.most_pairs)
             assert torch.equal(group.arenas[source].places(len(group.x[source]))[pair], row)
+
+
+def test_programs_that_draw_the_last_tiles_change_no_bit():
+    outs = 512
+    group = Group(*CASES["a few rows"])
+    for rank, arena in enumerate(group.arenas):
+        arena.rows(len(group.x[rank])).copy_(group.x[rank])
+    meet(group.arenas)
+    weights = torch.randn(HERE, outs, HIDDEN, generator=torch.Generator().manual_seed(1))
+    weights = weights.bfloat16().to(DEVICE)
+    tile = mega_moe_gemm.Tile(rows=64, columns=128, num_warps=4)
+    for rank, arena in enumerate(group.arenas):
+        pool, layout = group.pulled(rank, fp8=False), group.layout(rank)
+        live = layout.pair_P >= 0
+        ready = mega_moe_gemm.Ready(pool.flag_B, arena.peers)
+        multiply = partial(
+            mega_moe_gemm.mega_gemm, pool.data_RC, weights, layout, ready=ready, tile=tile
+        )
+        expected = multiply()
+        stream = torch.cuda.current_stream() if ON_GPU else None
+        got = multiply(helpers=mega_moe_gemm.Helpers(pool.ticket_1, 3, stream), gemm_sms=2)
+        assert torch.equal(got[live], expected[live])
+        num_last = len(layout.pair_P) // 64 * (outs // 128) // 4
+        assert pool.ticket_1.item() > num_last > 0
+        assert (pool.flag_B == mega_moe.PARTS).all()
 
 
 def test_values_go_back_to_their_pairs(group):

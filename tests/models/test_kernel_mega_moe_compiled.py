@@ -25,7 +25,12 @@ def _compile_all():
     import torch
     from offline_compile import captured
 
-    from ppruntime.models.kernels import mega_moe, mega_moe_gemm, mega_moe_swiglu
+    from ppruntime.models.kernels import (
+        mega_moe,
+        mega_moe_counts,
+        mega_moe_gemm,
+        mega_moe_swiglu,
+    )
     from ppruntime.models.kernels.moe_layout import Layout
     from ppruntime.models.kernels.quantize import Quantized, pool_rows_like
 
@@ -45,15 +50,18 @@ def _compile_all():
     x = meta(rows, hidden)
     with captured() as passes:
         mega_moe.meet(peers, 0, 7)
+        mega_moe_counts.tell(peers, ints(ranks * here), rows, told_offset=512)
+        words = ranks * (ranks * here + 2)
+        mega_moe_counts.plan(peers, ints(words), ranks * here, rows)
         mega_moe.find_rows(peers, plan, order_offset=512, weights_offset=10**6, most_pairs=pairs)
         for fp8 in (False, True):
             pool = mega_moe.empty_pool(ints(rows), hidden, fp8=fp8)
-            mega_moe.pull_rows(peers, ints(rows), pool, num_sms=20, **offsets)
+            mega_moe.pull_rows(peers, ints(rows), plan[0], pool, num_sms=20, **offsets)
         pool, both = (
             mega_moe.empty_pool(ints(rows), hidden, fp8=False),
             pool_rows_like(x, rows, hidden),
         )
-        mega_moe.pull_rows(peers, ints(rows), pool, num_sms=20, quantized=both, **offsets)
+        mega_moe.pull_rows(peers, ints(rows), plan[0], pool, num_sms=20, quantized=both, **offsets)
         mega_moe.push_values(
             peers, ints(rows), meta(rows, dtype=torch.float32), offset=10**6, most_pairs=pairs
         )
@@ -61,6 +69,7 @@ def _compile_all():
         mega_moe_swiglu.swiglu_bf16(z, weight, ints(rows), 10.0)
         mega_moe_swiglu.swiglu_bf16_backward(z, meta(rows, width), weight, ints(rows), 10.0)
     ready = mega_moe_gemm.Ready(ints(rows // 128), peers)
+    helpers = mega_moe_gemm.Helpers(ints(1), 20, None)
     with captured() as products:
         for fp8 in (True, False):
             for outs, ins in ((2 * width, hidden), (hidden, width)):
@@ -72,9 +81,11 @@ def _compile_all():
                         meta(here, outs // 128, ins // 128, dtype=torch.float32),
                     )
                     x = pool_rows_like(x, rows, ins)
-                waits = {"ready": ready} if ins == hidden else {"homes": homes}
+                waits = {"homes": homes}
+                if ins == hidden:
+                    waits = {"ready": ready, "helpers": helpers}
                 mega_moe_gemm.mega_gemm(x, weights, layout, gemm_sms=112, **waits)
-        for waits in ({"ready": ready}, {"homes": homes}):
+        for waits in ({"ready": ready, "helpers": helpers}, {"homes": homes}):
             mega_moe_gemm.mega_gemm(
                 meta(rows, hidden), meta(here, hidden, width), layout,
                 turned=True, gemm_sms=112, **waits,

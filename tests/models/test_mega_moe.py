@@ -4,7 +4,7 @@ rank alone."""
 import pytest
 import torch
 from fp8_cases import DEVICE, ON_GPU, distance
-from mega_cases import SHORT_LIMIT, make_ranks, run_together
+from mega_cases import SHORT_LIMIT, make_ranks, meet, run_together
 from msgspec.structs import replace
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -214,45 +214,101 @@ def test_results_repeat_bit_for_bit_and_depend_on_no_number_of_multiprocessors()
         assert torch.equal(a, b), name
 
 
-def test_too_many_rows_for_one_rank_stop_every_rank_before_a_row_is_sent():
-    batch = batches("all to the first experts", (9, 9))
-    ranks = make_ranks(2, shape_of(), MegaMoeOptions(capacity_factor=1.0))
-    texts = []
+def forwards(ranks, batch):
+    """A forward of each rank, in bf16, not begun."""
+    passes = []
     for rank, (x, experts_NK, weights, _) in zip(ranks, batch, strict=True):
         layer = make_experts("bf16", rank.held(EXPERTS))
-        steps = rank.forward_steps(
-            x, experts_NK, weights, (layer.gate_up.weight, layer.down.weight), 10.0,
-            power_of_two=False,
-        )  # fmt: skip
-        next(steps)
+        matrices = (layer.gate_up.weight.detach(), layer.down.weight.detach())
+        passes.append(
+            rank.forward_steps(x, experts_NK, weights, matrices, 10.0, power_of_two=False)
+        )
+    return passes
+
+
+def test_too_many_rows_for_one_rank_stop_every_rank_before_a_row_is_sent():
+    ranks = make_ranks(2, shape_of(), MegaMoeOptions(capacity_factor=1.0))
+    passes = forwards(ranks, batches("all to the first experts", (9, 9)))
+    for steps in passes:
+        assert next(steps) is None
+    for rank in ranks:
+        # As all hear it: 200 rows a rank and expert, at a rank that may keep 384 in all.
+        rank.arena.told()[:, :2] = 200
+        rank.arena.places(MOST_TOKENS).fill_(7)
+    meet([rank.arena for rank in ranks])
+    for steps in passes:
+        assert next(steps) is None
+    meet([rank.arena for rank in ranks])
+    texts = []
+    for rank, steps in zip(ranks, passes, strict=True):
         with pytest.raises(PoolOverflow) as raised:
-            # As all hear it: 200 rows a rank and expert, at a rank that may keep 384 in all.
-            steps.send(torch.tensor([[200, 200, 0, 0, 0], [200, 200, 0, 0, 0]]))
+            next(steps)
         texts.append(str(raised.value))
+        assert (rank.arena.places(MOST_TOKENS) == 7).all()
+        assert not rank.arena.error.item()
     assert texts[0] == texts[1]
     assert "rank 0 of the expert group would get 1024 rows" in texts[0]
     assert "capacity_factor = 1 allows 384" in texts[0]
 
 
+def test_a_pool_too_small_for_what_comes_costs_one_meeting_and_no_bit():
+    batch = batches("uneven", (9, 4))
+    (plain, small) = (make_ranks(2, shape_of()) for _ in range(2))
+    expected = run_together(plain, forwards(plain, batch))
+    small[1].rooms[0] = 128  # it gets rows for two experts
+    got = run_together(small, forwards(small, batch))
+    assert [rank.arena.num_meetings for rank in (*plain, *small)] == [2, 2, 3, 3]
+    assert small[1].rooms[0] >= len(got[1][1].home_R) == 256
+    again = run_together(small, forwards(small, batch))
+    assert [rank.arena.num_meetings for rank in small] == [5, 5]
+    for results in (got, again):
+        for (y, kept), (y_plain, kept_plain) in zip(results, expected, strict=True):
+            assert torch.equal(y, y_plain)
+            assert kept.z_RC.shape == kept_plain.z_RC.shape
+            live = kept.pair_R >= 0
+            assert torch.equal(kept.z_RC[live], kept_plain.z_RC[live])
+            for name in ("rows", "home_R", "weight_R", "packed", "rows_L"):
+                assert torch.equal(getattr(kept, name), getattr(kept_plain, name)), name
+
+
+def test_room_follows_what_a_layer_takes_and_stays_while_it_fits():
+    (rank,) = make_ranks(1, shape_of())
+    fair = 128 + EXPERTS * 128
+    for rows, room in ((128, fair), (fair, fair), (1280, 1408), (1408, 1408), (768, 1408)):
+        rank._make_room(0, rows)
+        assert rank._room(0) == room
+    rank._make_room(0, 512)  # half of it would do
+    assert rank._room(0) == fair
+    assert rank._room(1) == fair
+    experts = [make_experts("bf16") for _ in range(2)]
+    assert [rank.layer_of(one) for one in (*experts, *experts)] == [0, 1, 0, 1]
+
+
 def test_what_one_rank_waited_for_in_vain_all_ranks_hear_with_the_next_counts():
     ranks = make_ranks(2, shape_of(), limit=SHORT_LIMIT)
     ranks[0].arena.meet()  # rank 1 does not come
-    batch = batches("uneven", (2, 2))
+    passes = forwards(ranks, batches("uneven", (2, 2)))
+    for _ in range(2):
+        for steps in passes:
+            assert next(steps) is None
+        meet([rank.arena for rank in ranks])
+    codes = torch.stack([next(steps).cpu() for steps in passes])
     texts = []
-    passes = []
-    for rank, (x, experts_NK, weights, _) in zip(ranks, batch, strict=True):
-        layer = make_experts("bf16", rank.held(EXPERTS))
-        matrices = (layer.gate_up.weight, layer.down.weight)
-        passes.append(
-            rank.forward_steps(x, experts_NK, weights, matrices, 10.0, power_of_two=False)
-        )
-    told = torch.stack([next(steps) for steps in passes])
     for steps in passes:
         with pytest.raises(MeetingError) as raised:
-            steps.send(told)
+            steps.send(codes)
         texts.append(str(raised.value))
     assert texts[0] == texts[1]
     assert "rank 0 waited too long for rank 1" in texts[0]
+
+
+def test_a_rank_whose_peer_never_comes_ends_its_forward_with_a_pool_of_padding():
+    rank, _ = make_ranks(2, shape_of(), limit=SHORT_LIMIT)
+    batch = batches("uneven", (9, 4))
+    (_, kept) = rank.run(forwards([rank], batch[:1])[0])
+    assert rank.arena.error.item() == 2  # 1 + the rank
+    assert (kept.home_R == -1).all()
+    assert len(kept.home_R) == len(kept.z_RC) == 128
 
 
 # One rank: the dispatcher as a layer calls it.

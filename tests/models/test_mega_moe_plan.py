@@ -94,7 +94,7 @@ def test_balanced_rows_fit_every_factor_from_one():
 
 def test_an_arena_has_room_for_each_region_and_no_more():
     shape = ArenaShape(most_tokens=8192, per_token=6, num_experts=384, hidden=5120)
-    names = ("words", "error", "order", "weights", "scales", "values", "rows", "places")
+    names = ("words", "error", "told", "order", "weights", "scales", "values", "rows", "places")
     offsets = [shape.offset(name) for name in names]
     assert all(offset % 256 == 0 for offset in offsets)
     assert offsets == sorted(set(offsets))
