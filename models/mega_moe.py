@@ -80,7 +80,6 @@ from ppruntime.models.mega_moe_rules import (
     rows_with_slack,
     told_words,
 )
-from ppruntime.models.precision import widened
 from ppruntime.models.router import Routing
 
 T = TypeVar("T")
@@ -188,7 +187,7 @@ class MegaMoe:
         self, experts: AnyExperts, x_ND: Tensor, routing: Routing, counts_E: Tensor
     ) -> Tensor:
         del counts_E  # the layout counts them anyway
-        y_ND = _MegaMoe.apply(  # type: ignore[no-untyped-call]
+        y_ND: Tensor = _MegaMoe.apply(  # type: ignore[no-untyped-call]
             x_ND,
             routing.weights_NK,
             experts.gate_up.weight,
@@ -197,7 +196,7 @@ class MegaMoe:
             experts,
             self,
         )
-        return widened(y_ND)
+        return y_ND
 
     def layer_of(self, experts: AnyExperts) -> int:
         """A number for these experts, for `rooms`."""
