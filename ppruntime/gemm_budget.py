@@ -27,10 +27,10 @@ _HELD = 3
 
 
 def transport_ctas(config: Config) -> int | None:
-    """What nccl's channels are opened with; None where the transport is surely another one."""
+    """What nccl's channels are opened with; None, which leaves it to NCCL, where the config does not
+    name that transport."""
     given = config.pp.transport_ctas
-    may_be_nccl = config.pp.transport in ("nccl", "auto")
-    return DEFAULT_CTAS if given is None and may_be_nccl else given
+    return DEFAULT_CTAS if given is None and config.pp.transport == "nccl" else given
 
 
 def with_gemm_budget(config: Config, device: torch.device) -> Config:

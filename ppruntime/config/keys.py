@@ -85,7 +85,8 @@ class Pipeline(Section, frozen=True):
     )
     """What moves boundaries between ranks. Default: the fastest one that works here. Bitwise."""
     transport_ctas: Count | None = None
-    """Thread blocks that an nccl transfer may occupy. Default: 4. Bitwise."""
+    """Thread blocks that an nccl transfer may occupy. Default: 4, with transport = "auto"
+    NCCL's. Bitwise."""
     gemm_sms: Count | None = None
     """Multiprocessors that GEMMs may occupy on a GPU, so that transfers find some free: our kernels
     and deep_gemm never take more, torch's FP8 products neither, its bf16 matmuls take it as a hint
