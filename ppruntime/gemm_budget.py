@@ -27,8 +27,8 @@ _HELD = 3
 
 
 def transport_ctas(config: Config) -> int | None:
-    """What nccl's channels are opened with; None, which leaves it to NCCL, where the config does not
-    name that transport."""
+    """What nccl's channels are opened with; None, which leaves it to NCCL, where the config names
+    another transport or none."""
     given = config.pp.transport_ctas
     return DEFAULT_CTAS if given is None and config.pp.transport == "nccl" else given
 
