@@ -123,6 +123,7 @@ class ExpertPhases(Recorder):
                 swiglu.swiglu_backward, z, d, weights, layout, LIMIT, power_of_two=False, tile=tile,
             )
             for tile in (swiglu.HOPPER_BACKWARD, swiglu.TRITON_BACKWARD)
+            if quantize.on_hopper(z) or not tile.hopper
         }, num_bytes=per_row * WIDTH * 11)  # fmt: skip
         self.gemm(shape, "dgrad L1", grads.rows, self.fp8_13t, self.w13.mT, layout, routed)
         x_columns = turn_x()

@@ -51,13 +51,17 @@ def tile_channels(WARPS: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(x, data_ptr, scale_ptr, rows, channels, C: gl.constexpr, POWER: gl.constexpr):
+def store_rows(
+    x, data_ptr, scale_ptr, rows, channels, is_live, C: gl.constexpr, POWER: gl.constexpr
+):  # fmt: skip
     """`quantize.store_rows`, both pointers at the tile's first element: what threads add to them
     then fits into 32 bits."""
     scale = group_scale(gl.max(gl.abs(x), axis=1), POWER)
     offsets = rows[:, None] * C + channels
-    gl.store(data_ptr + offsets, to_e4m3(x * reciprocal_of_scale(scale)[:, None]))
-    gl.store(scale_ptr + rows, scale)
+    live = (rows >= 0) & is_live
+    rounded = to_e4m3(x * reciprocal_of_scale(scale)[:, None])
+    gl.store(data_ptr + offsets, rounded, mask=live[:, None])
+    gl.store(scale_ptr + rows, scale, mask=live)
 
 
 @gluon.jit
@@ -69,23 +73,22 @@ def put_largest(largest_shared, x0, x1, x2, x3, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def store_columns(x0, x1, x2, x3, inverse, data_ptr, WARPS: gl.constexpr):
+def store_columns(x0, x1, x2, x3, inverse, data_ptr, is_live, WARPS: gl.constexpr):
     """Scales a tile's parts by `inverse` [1, 128] and stores them turned, as the 4,096 words that
     begin at `data_ptr`."""
     TURNED: gl.constexpr = turned_layout(WARPS)
     words = e4m3_words(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
     channels = gl.arange(0, 128, layout=gl.SliceLayout(0, TURNED))[None, :]
     places = channels * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, TURNED))[:, None]
-    gl.store(data_ptr + places, gl.convert_layout(words, TURNED))
+    gl.store(data_ptr + places, gl.convert_layout(words, TURNED), mask=(places >= 0) & is_live)
 
 
 @gluon.jit
 def _routed_part(
-    x_ptr, x_scale_ptr, pair_ptr, rows, column,
+    x_ptr, x_scale_ptr, pair, column, is_live,
     C: gl.constexpr, PAIRS_PER_TOKEN: gl.constexpr, FP8_INPUT: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    pair = gl.load(pair_ptr + rows)
-    routed = pair >= 0
+    routed = (pair >= 0) & is_live
     source = (pair // PAIRS_PER_TOKEN).to(gl.int64)
     places = source[:, None] * C + column + tile_channels(WARPS)
     x = gl.load(x_ptr + places, mask=routed[:, None], other=0.0)
@@ -108,39 +111,42 @@ def quantize_routed_kernel(
     ACROSS: gl.constexpr = columns_layout(1, WARPS)
     block = gl.program_id(1)
     column = gl.program_id(0) * 128
-    if gl.load(expert_ptr + block) >= 0:
-        first = block.to(gl.int64) * 128
-        pair_ptr += first
-        rows0, rows1 = part_rows(0, WARPS), part_rows(1, WARPS)
-        rows2, rows3 = part_rows(2, WARPS), part_rows(3, WARPS)
-        x0 = _routed_part(
-            x_ptr, x_scale_ptr, pair_ptr, rows0, column, C, PAIRS_PER_TOKEN, FP8_INPUT, WARPS
-        )
-        x1 = _routed_part(
-            x_ptr, x_scale_ptr, pair_ptr, rows1, column, C, PAIRS_PER_TOKEN, FP8_INPUT, WARPS
-        )
-        x2 = _routed_part(
-            x_ptr, x_scale_ptr, pair_ptr, rows2, column, C, PAIRS_PER_TOKEN, FP8_INPUT, WARPS
-        )
-        x3 = _routed_part(
-            x_ptr, x_scale_ptr, pair_ptr, rows3, column, C, PAIRS_PER_TOKEN, FP8_INPUT, WARPS
-        )
-        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        largest_shared = gl.allocate_shared_memory(gl.float32, [WARPS, 128], PLAIN)
-        inverse_shared = gl.allocate_shared_memory(gl.float32, [1, 128], PLAIN)
-        put_largest(largest_shared, x0, x1, x2, x3, WARPS)
-        if WITH_ROWS:
-            channels = tile_channels(WARPS)
-            data_ptr = rows_ptr + first * C + column
-            scales = row_scale_ptr + (column // 128).to(gl.int64) * P + first
-            store_rows(x0, data_ptr, scales, rows0, channels, C, POWER)
-            store_rows(x1, data_ptr, scales, rows1, channels, C, POWER)
-            store_rows(x2, data_ptr, scales, rows2, channels, C, POWER)
-            store_rows(x3, data_ptr, scales, rows3, channels, C, POWER)
-        scale = group_scale(gl.max(largest_shared.load(ACROSS), axis=0), POWER)
-        own = gl.arange(0, 128, layout=gl.SliceLayout(0, ACROSS))
-        gl.store(column_scale_ptr + block * C + column + own, scale)
-        inverse_shared.store(reciprocal_of_scale(scale)[None, :])
-        inverse = inverse_shared.load(TILE)
-        turned_ptr = columns_ptr + first * (C // 4) + column * 32
-        store_columns(x0, x1, x2, x3, inverse, turned_ptr, WARPS)
+    first = block.to(gl.int64) * 128
+    pair_ptr += first
+    rows0, rows1 = part_rows(0, WARPS), part_rows(1, WARPS)
+    rows2, rows3 = part_rows(2, WARPS), part_rows(3, WARPS)
+    # No branch: the pairs are asked for before it is known whether the block has an expert.
+    is_live = gl.load(expert_ptr + block) >= 0
+    pair0, pair1 = gl.load(pair_ptr + rows0), gl.load(pair_ptr + rows1)
+    pair2, pair3 = gl.load(pair_ptr + rows2), gl.load(pair_ptr + rows3)
+    x0 = _routed_part(
+        x_ptr, x_scale_ptr, pair0, column, is_live, C, PAIRS_PER_TOKEN, FP8_INPUT, WARPS
+    )
+    x1 = _routed_part(
+        x_ptr, x_scale_ptr, pair1, column, is_live, C, PAIRS_PER_TOKEN, FP8_INPUT, WARPS
+    )
+    x2 = _routed_part(
+        x_ptr, x_scale_ptr, pair2, column, is_live, C, PAIRS_PER_TOKEN, FP8_INPUT, WARPS
+    )
+    x3 = _routed_part(
+        x_ptr, x_scale_ptr, pair3, column, is_live, C, PAIRS_PER_TOKEN, FP8_INPUT, WARPS
+    )
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    largest_shared = gl.allocate_shared_memory(gl.float32, [WARPS, 128], PLAIN)
+    inverse_shared = gl.allocate_shared_memory(gl.float32, [1, 128], PLAIN)
+    put_largest(largest_shared, x0, x1, x2, x3, WARPS)
+    if WITH_ROWS:
+        channels = tile_channels(WARPS)
+        data_ptr = rows_ptr + first * C + column
+        scales = row_scale_ptr + (column // 128).to(gl.int64) * P + first
+        store_rows(x0, data_ptr, scales, rows0, channels, is_live, C, POWER)
+        store_rows(x1, data_ptr, scales, rows1, channels, is_live, C, POWER)
+        store_rows(x2, data_ptr, scales, rows2, channels, is_live, C, POWER)
+        store_rows(x3, data_ptr, scales, rows3, channels, is_live, C, POWER)
+    scale = group_scale(gl.max(largest_shared.load(ACROSS), axis=0), POWER)
+    own = gl.arange(0, 128, layout=gl.SliceLayout(0, ACROSS))
+    gl.store(column_scale_ptr + block * C + column + own, scale, mask=(own >= 0) & is_live)
+    inverse_shared.store(reciprocal_of_scale(scale)[None, :])
+    inverse = inverse_shared.load(TILE)
+    turned_ptr = columns_ptr + first * (C // 4) + column * 32
+    store_columns(x0, x1, x2, x3, inverse, turned_ptr, is_live, WARPS)

@@ -43,16 +43,21 @@ def _is_live(expert_ptr, tile, num_tiles, F: gl.constexpr):
 
 
 @gluon.jit
+def _pairs(pair_ptr, tile, is_live, j: gl.constexpr, F: gl.constexpr, WARPS: gl.constexpr):
+    """The pairs in the rows of a tile's part j; -1 in padding and where nothing is to be read."""
+    rows = part_rows(j, WARPS)
+    first = (tile // (F // 128)).to(gl.int64) * 128
+    return gl.load(pair_ptr + first + rows, mask=(rows >= 0) & is_live, other=-1)
+
+
+@gluon.jit
 def _fetch(
-    shared, z_ptr, grad_ptr, pair_ptr, tile, is_live, j: gl.constexpr, F: gl.constexpr,
-    WARPS: gl.constexpr,
+    shared, z_ptr, grad_ptr, pair, tile, j: gl.constexpr, F: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Starts copying part j of a tile's gate, up and gradient; zeros in padding. Nothing is read
-    for a tile that is not live. Gives the rows' pairs."""
-    block, column = tile // (F // 128), tile % (F // 128) * 128
-    first = block.to(gl.int64) * 128
+    """Starts copying part j of a tile's gate, up and gradient; zeros in padding."""
+    column = tile % (F // 128) * 128
+    first = (tile // (F // 128)).to(gl.int64) * 128
     rows, channels = part_rows(j, WARPS), tile_channels(WARPS)
-    pair = gl.load(pair_ptr + first + rows, mask=(rows >= 0) & is_live, other=-1)
     routed = (pair >= 0)[:, None]
     z = z_ptr + (first * (2 * F) + column) + (rows[:, None] * (2 * F) + channels)
     async_copy.async_copy_global_to_shared(shared[0], z, mask=routed)
@@ -60,7 +65,17 @@ def _fetch(
     grad = grad_ptr + (first * F + column) + (rows[:, None] * F + channels)
     async_copy.async_copy_global_to_shared(shared[2], grad, mask=routed)
     async_copy.commit_group()
-    return pair
+
+
+@gluon.jit
+def _begin(
+    shared, z_ptr, grad_ptr, weight_ptr, pair_ptr, tile, is_live, j: gl.constexpr,
+    F: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Fetches part j of a program's first tile. Gives its rows' weights."""
+    pair = _pairs(pair_ptr, tile, is_live, j, F, WARPS)
+    _fetch(shared, z_ptr, grad_ptr, pair, tile, j, F, WARPS)
+    return gl.load(weight_ptr + pair, mask=pair >= 0, other=0.0)
 
 
 @gluon.jit
@@ -81,32 +96,32 @@ def _gradients(gate, up, grad, weight, limit):
 
 @gluon.jit
 def _part(
-    shared, z_ptr, grad_ptr, weight_ptr, pair_ptr, pair, tile, next_tile, end, limit,
-    is_live, next_live,
-    rows_ptr, row_scale_ptr, dot_ptr,
+    shared, z_ptr, grad_ptr, weight_ptr, pair_ptr, weight, tile, next_tile, end, limit,
+    is_live, next_live, rows_ptr, row_scale_ptr, dot_ptr,
     j: gl.constexpr, F: gl.constexpr, POWER: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Reads part j, starts the next tile's in its place and stores what this one's gives by rows.
-    Gives h, dg, du and the next tile's pairs."""
+    """Works on part j, starts the next tile's in its place and stores what this one's gives by
+    rows. Gives h, dg, du and the weights of the next tile's rows."""
     TILE: gl.constexpr = tile_layout(WARPS)
-    weight = gl.load(weight_ptr + pair, mask=pair >= 0, other=0.0)
+    # Asked for before it is needed: nobody else computes while a program waits.
+    next_pair = _pairs(pair_ptr, next_tile, next_live, j, F, WARPS)
     async_copy.wait_group(3)
     gate, up, grad = shared[0].load(TILE), shared[1].load(TILE), shared[2].load(TILE)
-    next_pair = _fetch(shared, z_ptr, grad_ptr, pair_ptr, next_tile, next_live, j, F, WARPS)
     inner, dot, gate_grad, up_grad = _gradients(gate, up, grad, weight, limit)
-    if is_live:
-        rows, channels = part_rows(j, WARPS), tile_channels(WARPS)
-        group = tile % (F // 128)
-        first = (tile // (F // 128)).to(gl.int64) * 128
-        # One partial sum per 128 channels; they are added in order afterwards.
-        of_group = group.to(gl.int64) * end + first
-        gl.store(dot_ptr + of_group + rows, gl.sum(dot, axis=1))
-        data_ptr = rows_ptr + (first * (2 * F) + group * 128)
-        scales = row_scale_ptr + of_group
-        store_rows(gate_grad, data_ptr, scales, rows, channels, 2 * F, POWER)
-        scales += (F // 128) * end
-        store_rows(up_grad, data_ptr + F, scales, rows, channels, 2 * F, POWER)
-    return inner, gate_grad, up_grad, next_pair
+    _fetch(shared, z_ptr, grad_ptr, next_pair, next_tile, j, F, WARPS)
+    next_weight = gl.load(weight_ptr + next_pair, mask=next_pair >= 0, other=0.0)
+    rows, channels = part_rows(j, WARPS), tile_channels(WARPS)
+    group = tile % (F // 128)
+    first = (tile // (F // 128)).to(gl.int64) * 128
+    # One partial sum per 128 channels; they are added in order afterwards.
+    of_group = group.to(gl.int64) * end + first
+    gl.store(dot_ptr + of_group + rows, gl.sum(dot, axis=1), mask=(rows >= 0) & is_live)
+    data_ptr = rows_ptr + (first * (2 * F) + group * 128)
+    scales = row_scale_ptr + of_group
+    store_rows(gate_grad, data_ptr, scales, rows, channels, is_live, 2 * F, POWER)
+    scales += (F // 128) * end
+    store_rows(up_grad, data_ptr + F, scales, rows, channels, is_live, 2 * F, POWER)
+    return inner, gate_grad, up_grad, next_weight
 
 
 @gluon.jit
@@ -127,10 +142,10 @@ def swiglu_backward_kernel(
     num_tiles = P // 128 * G
     tile = gl.program_id(0)
     next_live = _is_live(expert_ptr, tile, num_tiles, F)
-    pair0 = _fetch(shared0, z_ptr, grad_ptr, pair_ptr, tile, next_live, 0, F, WARPS)
-    pair1 = _fetch(shared1, z_ptr, grad_ptr, pair_ptr, tile, next_live, 1, F, WARPS)
-    pair2 = _fetch(shared2, z_ptr, grad_ptr, pair_ptr, tile, next_live, 2, F, WARPS)
-    pair3 = _fetch(shared3, z_ptr, grad_ptr, pair_ptr, tile, next_live, 3, F, WARPS)
+    w0 = _begin(shared0, z_ptr, grad_ptr, weight_ptr, pair_ptr, tile, next_live, 0, F, WARPS)
+    w1 = _begin(shared1, z_ptr, grad_ptr, weight_ptr, pair_ptr, tile, next_live, 1, F, WARPS)
+    w2 = _begin(shared2, z_ptr, grad_ptr, weight_ptr, pair_ptr, tile, next_live, 2, F, WARPS)
+    w3 = _begin(shared3, z_ptr, grad_ptr, weight_ptr, pair_ptr, tile, next_live, 3, F, WARPS)
     # Of a fourth tensor, which is none: a thread then has one column of one tensor.
     nothing = gl.zeros([4 * WARPS, 128], gl.float32, layout=ACROSS)
     largest_shared.store(nothing)
@@ -139,42 +154,41 @@ def swiglu_backward_kernel(
         block, column = tile // G, tile % G * 128
         is_live = next_live
         next_live = _is_live(expert_ptr, next_tile, num_tiles, F)
-        i0, g0, u0, pair0 = _part(
-            shared0, z_ptr, grad_ptr, weight_ptr, pair_ptr, pair0, tile, next_tile, P, limit,
+        i0, g0, u0, w0 = _part(
+            shared0, z_ptr, grad_ptr, weight_ptr, pair_ptr, w0, tile, next_tile, P, limit,
             is_live, next_live, rows_ptr, row_scale_ptr, dot_ptr, 0, F, POWER, WARPS,
         )  # fmt: skip
-        i1, g1, u1, pair1 = _part(
-            shared1, z_ptr, grad_ptr, weight_ptr, pair_ptr, pair1, tile, next_tile, P, limit,
+        i1, g1, u1, w1 = _part(
+            shared1, z_ptr, grad_ptr, weight_ptr, pair_ptr, w1, tile, next_tile, P, limit,
             is_live, next_live, rows_ptr, row_scale_ptr, dot_ptr, 1, F, POWER, WARPS,
         )  # fmt: skip
-        i2, g2, u2, pair2 = _part(
-            shared2, z_ptr, grad_ptr, weight_ptr, pair_ptr, pair2, tile, next_tile, P, limit,
+        i2, g2, u2, w2 = _part(
+            shared2, z_ptr, grad_ptr, weight_ptr, pair_ptr, w2, tile, next_tile, P, limit,
             is_live, next_live, rows_ptr, row_scale_ptr, dot_ptr, 2, F, POWER, WARPS,
         )  # fmt: skip
-        i3, g3, u3, pair3 = _part(
-            shared3, z_ptr, grad_ptr, weight_ptr, pair_ptr, pair3, tile, next_tile, P, limit,
+        i3, g3, u3, w3 = _part(
+            shared3, z_ptr, grad_ptr, weight_ptr, pair_ptr, w3, tile, next_tile, P, limit,
             is_live, next_live, rows_ptr, row_scale_ptr, dot_ptr, 3, F, POWER, WARPS,
         )  # fmt: skip
-        if is_live:
-            put_largest(largest_shared.slice(0 * WARPS, WARPS), g0, g1, g2, g3, WARPS)
-            put_largest(largest_shared.slice(1 * WARPS, WARPS), u0, u1, u2, u3, WARPS)
-            put_largest(largest_shared.slice(2 * WARPS, WARPS), i0, i1, i2, i3, WARPS)
-            of_warps = gl.reshape(largest_shared.load(ACROSS), [4, WARPS, 128])
-            scale = group_scale(gl.max(of_warps, axis=1), POWER)
-            SCALES: gl.constexpr = scale.type.layout
-            own = gl.arange(0, 128, layout=gl.SliceLayout(0, SCALES))[None, :]
-            of = gl.arange(0, 4, layout=gl.SliceLayout(1, SCALES))[:, None]
-            places = block * (2 * F) + column + of * F + own
-            gl.store(column_scale_ptr + places, scale, mask=of < 2)
-            places = block * F + column + 0 * of + own
-            gl.store(inner_scale_ptr + places, scale, mask=of == 2)
-            inverse_shared.store(reciprocal_of_scale(scale))
-            first = block.to(gl.int64) * (F * 32) + column * 32
-            both = columns_ptr + (block.to(gl.int64) * (F * 64) + column * 32)
-            inverse = inverse_shared.slice(0, 1).load(TILE)
-            store_columns(g0, g1, g2, g3, inverse, both, WARPS)
-            inverse = inverse_shared.slice(1, 1).load(TILE)
-            store_columns(u0, u1, u2, u3, inverse, both + F * 32, WARPS)
-            inverse = inverse_shared.slice(2, 1).load(TILE)
-            store_columns(i0, i1, i2, i3, inverse, inner_ptr + first, WARPS)
+        put_largest(largest_shared.slice(0 * WARPS, WARPS), g0, g1, g2, g3, WARPS)
+        put_largest(largest_shared.slice(1 * WARPS, WARPS), u0, u1, u2, u3, WARPS)
+        put_largest(largest_shared.slice(2 * WARPS, WARPS), i0, i1, i2, i3, WARPS)
+        of_warps = gl.reshape(largest_shared.load(ACROSS), [4, WARPS, 128])
+        scale = group_scale(gl.max(of_warps, axis=1), POWER)
+        SCALES: gl.constexpr = scale.type.layout
+        own = gl.arange(0, 128, layout=gl.SliceLayout(0, SCALES))[None, :]
+        of = gl.arange(0, 4, layout=gl.SliceLayout(1, SCALES))[:, None]
+        places = block * (2 * F) + column + of * F + own
+        gl.store(column_scale_ptr + places, scale, mask=(of < 2) & is_live)
+        places = block * F + column + 0 * of + own
+        gl.store(inner_scale_ptr + places, scale, mask=(of == 2) & is_live)
+        inverse_shared.store(reciprocal_of_scale(scale))
+        first = block.to(gl.int64) * (F * 32) + column * 32
+        both = columns_ptr + (block.to(gl.int64) * (F * 64) + column * 32)
+        inverse = inverse_shared.slice(0, 1).load(TILE)
+        store_columns(g0, g1, g2, g3, inverse, both, is_live, WARPS)
+        inverse = inverse_shared.slice(1, 1).load(TILE)
+        store_columns(u0, u1, u2, u3, inverse, both + F * 32, is_live, WARPS)
+        inverse = inverse_shared.slice(2, 1).load(TILE)
+        store_columns(i0, i1, i2, i3, inverse, inner_ptr + first, is_live, WARPS)
     async_copy.wait_group(0)

@@ -73,8 +73,12 @@ def _compile_all():
         print(kernel)
         # The weight gradient has fewer registers than it would take: docs/bench/moe-experts.json
         # has it faster so, with Triton 3.6 and its 74 spills. The SwiGLU's results fill three
-        # quarters of all there are; of 2,200 instructions a tile, 48 move others away and back.
-        allowed = {"_grouped_weight_grad": 150, "swiglu_backward_kernel": 80}.get(kernel.name, 0)
+        # quarters of all there are; 38 instructions of 2,100 move others away and back.
+        allowed = {
+            "_grouped_weight_grad": 150,
+            "swiglu_backward_kernel": 60,
+            "_swiglu_backward": 8,  # Triton 3.7.1; 3.6: none
+        }.get(kernel.name, 0)
         assert kernel.spills <= allowed, kernel
         assert kernel.narrow_accesses == 0, kernel
     by_name = {kernel.name: kernel for kernel in passes}
