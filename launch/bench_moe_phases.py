@@ -119,11 +119,11 @@ class ExpertPhases(Recorder):
         d = self.gemm(shape, "dgrad L2", dy_rows, self.fp8_2t, self.w2.mT, layout, routed)
         grads = swiglu.swiglu_backward(z, d, weights, layout, LIMIT, power_of_two=False)
         time("SwiGLU back", {
-            f"triton w{num_warps}": partial(
-                swiglu.swiglu_backward, z, d, weights, layout, LIMIT,
-                power_of_two=False, num_warps=num_warps,
+            "gluon" if tile.hopper else "triton": partial(
+                swiglu.swiglu_backward, z, d, weights, layout, LIMIT, power_of_two=False, tile=tile,
             )
-            for num_warps in (16, 8)
+            for tile in (swiglu.HOPPER_BACKWARD, swiglu.TRITON_BACKWARD)
+            if quantize.on_hopper(z) or not tile.hopper
         }, num_bytes=per_row * WIDTH * 11)  # fmt: skip
         self.gemm(shape, "dgrad L1", grads.rows, self.fp8_13t, self.w13.mT, layout, routed)
         x_columns = turn_x()

@@ -8,6 +8,7 @@ arrive only when they are waited for, and until then the target holds NaN.
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,11 @@ class Value(torch.Tensor):
 
 def _value(x: Any) -> Value:
     return torch.as_tensor(x).as_subclass(Value)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """FP8 as bytes: torch has no indexing for it everywhere."""
+    return x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x
 
 
 class Pointer:
@@ -49,9 +55,11 @@ class Pointer:
         indices, valid = self.places(mask)
         if not self.flat.numel():
             return _value(torch.full(indices.shape, other, dtype=self.flat.dtype))
-        loaded = self.flat[indices]
+        loaded = _plain(self.flat)[indices]
         return _value(
-            loaded if mask is None else torch.where(valid, loaded, other).to(loaded.dtype)
+            (loaded if mask is None else torch.where(valid, loaded, other).to(loaded.dtype)).view(
+                self.flat.dtype
+            )
         )
 
 
@@ -122,12 +130,16 @@ def _atomic_add(pointer: Pointer, value: Tensor, mask: Tensor, sem: str) -> None
 
 def _store(pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
     indices, valid = pointer.places(mask)
-    value = value.as_subclass(Tensor).broadcast_to(indices.shape)
-    pointer.flat[indices[valid]] = value[valid].to(pointer.flat.dtype)
+    value = torch.as_tensor(value).as_subclass(Tensor).to(pointer.flat.dtype)
+    _plain(pointer.flat)[indices[valid]] = _plain(value).broadcast_to(indices.shape)[valid]
 
 
-def _language(program: int) -> types.SimpleNamespace:
+def _language(program: tuple[int, ...], grid: tuple[int, ...]) -> types.SimpleNamespace:
     return types.SimpleNamespace(
+        abs=torch.abs,
+        minimum=lambda a, b: torch.minimum(a, torch.as_tensor(b)),
+        num_programs=lambda axis: _value(grid[axis]),
+        SwizzledSharedLayout=lambda *_: None,
         **{name: getattr(torch, name) for name in ("bfloat16", "float32", "int64", "exp2", "log2")},
         NVMMADistributedLayout=lambda *_: None,
         NVMMASharedLayout=lambda *_: None,
@@ -147,7 +159,7 @@ def _language(program: int) -> types.SimpleNamespace:
         maximum=lambda a, b: torch.maximum(a, torch.as_tensor(b)),
         min=lambda x, axis: x.amin(axis),
         permute=torch.permute,
-        program_id=lambda _: _value(program),
+        program_id=lambda axis: _value(program[axis]),
         reshape=torch.reshape,
         split=lambda x: (x[..., 0], x[..., 1]),
         static_range=range,
@@ -161,29 +173,31 @@ def _language(program: int) -> types.SimpleNamespace:
 class _Simulated:
     """A kernel that is launched as the real one is."""
 
-    def __init__(self, kernel: Any) -> None:
-        self.function = kernel.fn
+    def __init__(self, kernel: Any, names: dict[str, Any]) -> None:
+        self.function, self.names = kernel.fn, names
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int, num_stages: int, **constants: Any) -> None:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(
+            *arguments: Any,
+            num_warps: int,
+            num_stages: int = 1,
+            maxnreg: int | None = None,
+            **constants: Any,
+        ) -> None:
             pointers = [Pointer(x) if isinstance(x, Tensor) else x for x in arguments]
-            for program in range(grid[0]):
-                self._bound(program)(*pointers, **constants)
+            for program in itertools.product(*map(range, grid)):
+                self._bound(program, grid)(*pointers, **constants)
 
         return launch
 
-    def _bound(self, program: int) -> Callable[..., None]:
+    def _bound(self, program: tuple[int, ...], grid: tuple[int, ...]) -> Callable[..., None]:
         """The function with the language swapped, in it and in all it calls."""
         copies = _Copies()
-        scope: dict[str, Any] = dict(self.function.__globals__)
-        for name, value in self.function.__globals__.items():
-            if hasattr(value, "fn"):
-                function = value.fn
-                scope[name] = types.FunctionType(function.__code__, scope, name)
-            elif type(value).__name__ == "constexpr":
-                scope[name] = value.value
+        scope = dict(self.names)
+        _take_globals(self.function, scope)
         scope |= {
-            "gl": _language(program),
+            "gl": _language(program, grid),
+            "range": lambda *ends: map(_value, range(*map(int, ends))),
             "async_copy": copies,
             "fence_async_shared": lambda: None,
             "_barrier": lambda: None,
@@ -194,6 +208,24 @@ class _Simulated:
         return types.FunctionType(self.function.__code__, scope, self.function.__name__)
 
 
-def simulated(kernel: Any) -> Any:
-    """`simulated(kernel)[grid](...)`, with tensors of the CPU."""
-    return _Simulated(kernel)
+def _take_globals(function: Any, scope: dict[str, Any]) -> None:
+    """What `function` and the kernels' functions that it calls find in their modules; a name means
+    one thing in all of them."""
+    called = []
+    for name, value in function.__globals__.items():
+        if name in scope:
+            continue
+        scope[name] = value
+        if hasattr(value, "fn"):
+            scope[name] = types.FunctionType(value.fn.__code__, scope, name)
+            called.append(value.fn)
+        elif type(value).__name__ == "constexpr":
+            scope[name] = value.value
+    for value in called:
+        _take_globals(value, scope)
+
+
+def simulated(kernel: Any, **names: Any) -> Any:
+    """`simulated(kernel)[grid](...)`, with tensors of the CPU. `names` stand for Triton's functions
+    that the kernel calls, whose language is another."""
+    return _Simulated(kernel, names)

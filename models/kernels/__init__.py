@@ -11,7 +11,8 @@ rest of attention   indexer (scores and top-k; reference: models/selection.py; i
 FP8 experts         quantize (1 x 128 and 128 x 128 scales; rounding: exact, also interpreted),
                     moe_layout (rows by expert and back), swiglu, grouped_gemm, deep_gemm (the
                     package behind the same calls), moe_reference (the recipe in torch),
-                    expert_backends (which of them computes); used by models/fp8_experts.py
+                    expert_backends (which of them computes); used by models/fp8_experts.py.
+                    quantize_hopper and swiglu_hopper in Gluon: the passes that turn rows
 fused MoE           mega_moe (meetings, flags, rows from and to other ranks' memory),
                     mega_moe_counts (numbers of rows to all ranks, and the plan made of them),
                     mega_moe_gemm (products that wait for rows and send them home), FP8 and bf16,

@@ -18,6 +18,10 @@ Recipe: DeepSeek-V3 report, section 3.3.2.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -26,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ppruntime.models.kernels.moe_layout import Layout
-from ppruntime.models.kernels.rounding import e4m3_words, reciprocal, to_e4m3
+from ppruntime.models.kernels.rounding import e4m3_words, reciprocal_of_scale, to_e4m3
 from ppruntime.models.quantize import power_of_two_ceiling
 
 GROUP = 128
@@ -128,7 +132,7 @@ def store_rows(x, data_ptr, scale_ptr, rows, column, C: tl.constexpr, POWER_OF_T
     scale = group_scale(tl.max(tl.abs(x), axis=1), POWER_OF_TWO)
     columns = column + tl.arange(0, 128)
     offsets = rows.to(tl.int64)[:, None] * C + columns[None, :]
-    tl.store(data_ptr + offsets, to_e4m3(x * reciprocal(scale)[:, None]))
+    tl.store(data_ptr + offsets, to_e4m3(x * reciprocal_of_scale(scale)[:, None]))
     tl.store(scale_ptr + rows, scale)
 
 
@@ -138,9 +142,9 @@ def store_rows(x, data_ptr, scale_ptr, rows, column, C: tl.constexpr, POWER_OF_T
 
 
 @triton.jit
-def part_rows(block, j: tl.constexpr):
+def part_rows(block, j, PARTS: tl.constexpr = 4):
     """The pool rows of part j of a 128-row block."""
-    return block * 128 + 4 * tl.arange(0, 32) + j
+    return block * 128 + PARTS * tl.arange(0, 128 // PARTS) + j
 
 
 @triton.jit
@@ -160,12 +164,12 @@ def column_scale(
 
 
 @triton.jit
-def store_columns(words, data_ptr, first, distance, column):
-    """Stores a tile's four FP8 parts, as words [32, 128], with rows running fastest: channel c
-    begins `first + c distance` bytes after `data_ptr`, a pointer to int32."""
+def store_columns(words, data_ptr, first, distance, column, PARTS: tl.constexpr = 4):
+    """Stores a tile's FP8 parts, as words [128 / PARTS, 128], with rows running fastest: channel c
+    begins `first + c distance` bytes after `data_ptr`, a pointer to words of PARTS bytes."""
     columns = column + tl.arange(0, 128)
-    offsets = columns[None, :] * (distance // 4) + tl.arange(0, 32)[:, None]
-    tl.store(data_ptr + first // 4 + offsets, words)
+    offsets = columns[None, :] * (distance // PARTS) + tl.arange(0, 128 // PARTS)[:, None]
+    tl.store(data_ptr + first // PARTS + offsets, words)
 
 
 # Rows of tokens.
@@ -182,7 +186,9 @@ def _quantize_rows(
     inside = rows < N
     x = tl.load(x_ptr + offsets, mask=inside[:, None], other=0.0).to(tl.float32)
     scale = group_scale(tl.max(tl.abs(x), axis=1), POWER_OF_TWO)
-    tl.store(data_ptr + offsets, to_e4m3(x * reciprocal(scale)[:, None]), mask=inside[:, None])
+    tl.store(
+        data_ptr + offsets, to_e4m3(x * reciprocal_of_scale(scale)[:, None]), mask=inside[:, None]
+    )
     tl.store(scale_ptr + rows * (C // 128) + group, scale, mask=inside)
 
 
@@ -228,7 +234,7 @@ def _quantize_routed(
     x_ptr, x_scale_ptr, pair_ptr, expert_ptr, P,
     rows_ptr, row_scale_ptr, columns_ptr, column_scale_ptr,
     C: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr, FP8_INPUT: tl.constexpr,
-    WITH_ROWS: tl.constexpr, TILE_SCALES: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    WITH_ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr, TILE_SCALES: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
     column = tl.program_id(0) * 128
@@ -250,9 +256,47 @@ def _quantize_routed(
     scale = column_scale(
         tl.max(largest, axis=0), column_scale_ptr, block, column, C, TILE_SCALES, POWER_OF_TWO
     )
-    inverse = reciprocal(scale)[None, :]
+    inverse = reciprocal_of_scale(scale)[None, :]
     words = e4m3_words(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
     store_columns(words, columns_ptr, block.to(tl.int64) * (C * 128), 128, column)
+
+
+class RoutedTile(NamedTuple):
+    """How `quantize_routed` works on its tiles of 128 rows and 128 channels."""
+
+    hopper: bool = False
+    """By the Gluon kernel of quantize_hopper.py, in which each of 8 or 16 warps has whole rows."""
+    num_warps: int = 8
+    max_registers: int | None = None
+    """Per thread: 65,536 are shared by the threads that a multiprocessor is to hold."""
+
+
+TRITON_ROUTED = RoutedTile()
+HOPPER_ROUTED = RoutedTile(hopper=True, num_warps=16)
+ROUTED_TO_TRY = (
+    TRITON_ROUTED,
+    RoutedTile(max_registers=80),
+    RoutedTile(num_warps=16, max_registers=64),
+    HOPPER_ROUTED,
+    RoutedTile(hopper=True),
+    RoutedTile(hopper=True, max_registers=80),
+)
+"""What a bench measures; all give the same bytes."""
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    return importlib.util.find_spec("triton.experimental.gluon") is not None
+
+
+def on_hopper(x: Tensor) -> bool:
+    """Whether Gluon kernels can take x."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9 and _has_gluon()
+
+
+def _hopper() -> ModuleType:
+    # Where Triton has no Gluon, nothing asks for this.
+    return importlib.import_module("ppruntime.models.kernels.quantize_hopper")
 
 
 def quantize_routed(
@@ -262,26 +306,33 @@ def quantize_routed(
     with_rows: bool,
     power_of_two: bool,
     tile_scales: bool = False,
+    tile: RoutedTile | None = None,
 ) -> tuple[Quantized | None, Quantized]:
     """Gathers tokens into the pool and quantises them in one pass over 128x128 tiles.
 
     x [N, C] in bf16 or fp32, or row groups as `quantize_rows` gives them. Gives the pool's rows
     (data [P, C], scale [G, P]; only if `with_rows`) and columns (data [P/128, C, 128], scale
     [P/128, C] or, with `tile_scales`, [P/128, G]). Padding rows are zeros; blocks without an
-    expert are not written.
+    expert are not written. `tile` is for benches: without it, what is fastest here.
     """
     source, source_scale = x if isinstance(x, tuple) else (x, x)
     channels, num_rows = source.shape[1], layout.num_rows
     columns = columns_like(source, num_rows, channels, tile_scales=tile_scales)
     rows = pool_rows_like(source, num_rows, channels) if with_rows else None
     rows_out = rows or columns  # never written without `with_rows`
+    if tile is None:
+        fits = on_hopper(source) and not tile_scales
+        tile = HOPPER_ROUTED if fits else TRITON_ROUTED
+    if tile.hopper and tile_scales:
+        raise ValueError("scales of whole tiles are the Triton kernel's alone")
     if num_rows:
-        _quantize_routed[(channels // GROUP, num_rows // GROUP)](
+        kernel = _hopper().quantize_routed_kernel if tile.hopper else _quantize_routed
+        last = tile.num_warps if tile.hopper else tile_scales
+        kernel[(channels // GROUP, num_rows // GROUP)](
             source.contiguous(), source_scale, layout.pair_P, layout.expert_B, num_rows,
             *rows_out, columns.data.view(torch.int32), columns.scale,
-            channels, layout.experts_per_token, isinstance(x, tuple), with_rows, tile_scales,
-            power_of_two,
-            num_warps=8,
+            channels, layout.experts_per_token, isinstance(x, tuple), with_rows, power_of_two, last,
+            num_warps=tile.num_warps, maxnreg=tile.max_registers,
         )  # fmt: skip
     return rows, columns
 

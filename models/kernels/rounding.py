@@ -21,6 +21,61 @@ def reciprocal(x):
 
 
 @triton.jit
+def reciprocal_of_scale(x):
+    """`reciprocal`, to the bit, of what a scale can be: from 1e-13 to 1e36, or infinite.
+
+    Without the branch for numbers beyond, of which a thread has one per channel: the approximation
+    and one step of Newton's are what the division does, too, where no exponent is in danger.
+    """
+    if INTERPRETED:
+        return reciprocal(x)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 rough, minus, error, close;
+        .reg .pred large;
+        rcp.approx.ftz.f32 rough, $1;
+        neg.f32 minus, $1;
+        fma.rn.f32 error, minus, rough, 0f3F800000;
+        fma.rn.f32 close, rough, error, rough;
+        setp.gt.f32 large, $1, 0f7E800000;
+        selp.f32 $0, rough, close, large;
+        }""",
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)).
+
+    Compiled, the bits of that expression in half its instructions: whatever exp flushes to zero
+    vanishes beside the 1, and a quarter of the sum is in nobody's danger of a reciprocal that is
+    flushed.
+    """
+    if INTERPRETED:
+        return 1.0 / (1.0 + tl.exp(-x))
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 power, quarter, four;
+        mul.rn.f32 power, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 power, power;
+        fma.rn.f32 quarter, power, 0f3E800000, 0f3E800000;
+        rcp.approx.ftz.f32 four, quarter;
+        mul.rn.f32 $0, four, 0f3E800000;
+        }""",
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def to_e4m3(x):
     """fp32 to E4M3, to nearest, ties to even, saturating."""
     if INTERPRETED:

@@ -14,6 +14,8 @@ groups of 128. fp32 inside; z and d come in bf16.
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -27,12 +29,13 @@ from ppruntime.models.kernels.quantize import (
     Quantized,
     column_scale,
     columns_like,
+    on_hopper,
     part_rows,
     pool_rows_like,
     store_columns,
     store_rows,
 )
-from ppruntime.models.kernels.rounding import e4m3_pair, reciprocal
+from ppruntime.models.kernels.rounding import e4m3_pair, e4m3_words, reciprocal_of_scale, sigmoid
 
 
 class SwigluGrads(NamedTuple):
@@ -63,11 +66,6 @@ def weight_of_rows(weight_NK: Tensor, layout: Layout) -> Tensor:
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
 def _swiglu(
     z_ptr, weight_ptr, pair_ptr, expert_ptr, rows_ptr, row_scale_ptr, P, limit,
     F: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
@@ -85,7 +83,7 @@ def _swiglu(
     weight = tl.load(weight_ptr + pair, mask=routed, other=0.0)
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
-    inner = gate * _sigmoid(gate) * up * weight[:, None]
+    inner = gate * sigmoid(gate) * up * weight[:, None]
     scales = row_scale_ptr + (column // 128) * P
     store_rows(inner, rows_ptr, scales, rows, column, F, POWER_OF_TWO)
 
@@ -120,82 +118,149 @@ def _gradients(z_ptr, grad_ptr, weight_ptr, pair_ptr, rows, column, limit, F: tl
     gate_open, up_open = gate <= limit, tl.abs(up) <= limit
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
-    sigmoid = _sigmoid(gate)
-    silu = gate * sigmoid
+    opening = sigmoid(gate)
+    silu = gate * opening
     weighted = grad * weight
-    gate_grad = tl.where(gate_open, weighted * up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), 0.0)
+    gate_grad = tl.where(gate_open, weighted * up * opening * (1.0 + gate * (1.0 - opening)), 0.0)
     up_grad = tl.where(up_open, weighted * silu, 0.0)
     return silu * up * weight, grad * silu * up, gate_grad, up_grad
 
 
 @triton.jit
-def _pairs(
-    z_ptr, grad_ptr, weight_ptr, pair_ptr, block, j: tl.constexpr, column, limit,
-    inner_inverse, gate_inverse, up_inverse, F: tl.constexpr,
+def _store_pass(
+    z_ptr, grad_ptr, weight_ptr, pair_ptr, dot_ptr, P, limit, rows, column,
+    rows_ptr, gate_scales, up_scales, F: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """Parts j and j + 1 of h, dg and du, scaled, as two bytes each."""
-    i0, _, g0, u0 = _gradients(
-        z_ptr, grad_ptr, weight_ptr, pair_ptr, part_rows(block, j), column, limit, F
+    """Stores what a part gives by rows; gives h, dg and du."""
+    inner, dot, gate_grad, up_grad = _gradients(
+        z_ptr, grad_ptr, weight_ptr, pair_ptr, rows, column, limit, F
     )
-    i1, _, g1, u1 = _gradients(
-        z_ptr, grad_ptr, weight_ptr, pair_ptr, part_rows(block, j + 1), column, limit, F
-    )
-    inner = e4m3_pair(i0 * inner_inverse, i1 * inner_inverse)
-    gate = e4m3_pair(g0 * gate_inverse, g1 * gate_inverse)
-    return inner, gate, e4m3_pair(u0 * up_inverse, u1 * up_inverse)
+    # One partial sum per 128 channels; they are added in order afterwards.
+    tl.store(dot_ptr + tl.program_id(0) * P + rows, tl.sum(dot, axis=1))
+    store_rows(gate_grad, rows_ptr, gate_scales, rows, column, 2 * F, POWER_OF_TWO)
+    store_rows(up_grad, rows_ptr, up_scales, rows, column + F, 2 * F, POWER_OF_TWO)
+    return inner, gate_grad, up_grad
+
+
+@triton.jit
+def _largest(x0, x1, x2, x3):
+    return tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
+
+
+@triton.jit
+def _words(x0, x1, x2, x3, inverse):
+    return e4m3_words(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
 
 
 @triton.jit
 def _swiglu_backward(
     z_ptr, grad_ptr, weight_ptr, pair_ptr, expert_ptr, P, limit,
     rows_ptr, row_scale_ptr, columns_ptr, column_scale_ptr, inner_ptr, inner_scale_ptr, dot_ptr,
-    F: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    F: tl.constexpr, POWER_OF_TWO: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
+    PARTS: tl.constexpr = 4
     block = tl.program_id(1)
     column = tl.program_id(0) * 128
     if tl.load(expert_ptr + block) < 0:
         return
     gate_scales = row_scale_ptr + (column // 128) * P
     up_scales = gate_scales + (F // 128) * P
-    inner_largest = tl.zeros([32, 128], tl.float32)
-    gate_largest = tl.zeros([32, 128], tl.float32)
-    up_largest = tl.zeros([32, 128], tl.float32)
-    for j in tl.static_range(4):
-        rows = part_rows(block, j)
-        inner, dot, gate_grad, up_grad = _gradients(
-            z_ptr, grad_ptr, weight_ptr, pair_ptr, rows, column, limit, F
-        )
-        # One partial sum per 128 channels; they are added in order afterwards.
-        tl.store(dot_ptr + tl.program_id(0) * P + rows, tl.sum(dot, axis=1))
-        store_rows(gate_grad, rows_ptr, gate_scales, rows, column, 2 * F, POWER_OF_TWO)
-        store_rows(up_grad, rows_ptr, up_scales, rows, column + F, 2 * F, POWER_OF_TWO)
-        inner_largest = tl.maximum(inner_largest, tl.abs(inner))
-        gate_largest = tl.maximum(gate_largest, tl.abs(gate_grad))
-        up_largest = tl.maximum(up_largest, tl.abs(up_grad))
+    if KEEP:
+        i0, g0, u0 = _store_pass(
+            z_ptr, grad_ptr, weight_ptr, pair_ptr, dot_ptr, P, limit, part_rows(block, 0, PARTS),
+            column, rows_ptr, gate_scales, up_scales, F, POWER_OF_TWO,
+        )  # fmt: skip
+        i1, g1, u1 = _store_pass(
+            z_ptr, grad_ptr, weight_ptr, pair_ptr, dot_ptr, P, limit, part_rows(block, 1, PARTS),
+            column, rows_ptr, gate_scales, up_scales, F, POWER_OF_TWO,
+        )  # fmt: skip
+        i2, g2, u2 = _store_pass(
+            z_ptr, grad_ptr, weight_ptr, pair_ptr, dot_ptr, P, limit, part_rows(block, 2, PARTS),
+            column, rows_ptr, gate_scales, up_scales, F, POWER_OF_TWO,
+        )  # fmt: skip
+        i3, g3, u3 = _store_pass(
+            z_ptr, grad_ptr, weight_ptr, pair_ptr, dot_ptr, P, limit, part_rows(block, 3, PARTS),
+            column, rows_ptr, gate_scales, up_scales, F, POWER_OF_TWO,
+        )  # fmt: skip
+        inner_largest = _largest(i0, i1, i2, i3)
+        gate_largest = _largest(g0, g1, g2, g3)
+        up_largest = _largest(u0, u1, u2, u3)
+    else:
+        inner_largest = tl.zeros([32, 128], tl.float32)
+        gate_largest = tl.zeros([32, 128], tl.float32)
+        up_largest = tl.zeros([32, 128], tl.float32)
+        # Not unrolled: the parts' loads would all be moved to the front, and take more registers.
+        for j in range(PARTS):
+            inner, gate_grad, up_grad = _store_pass(
+                z_ptr, grad_ptr, weight_ptr, pair_ptr, dot_ptr, P, limit, part_rows(block, j),
+                column, rows_ptr, gate_scales, up_scales, F, POWER_OF_TWO,
+            )  # fmt: skip
+            inner_largest = tl.maximum(inner_largest, tl.abs(inner))
+            gate_largest = tl.maximum(gate_largest, tl.abs(gate_grad))
+            up_largest = tl.maximum(up_largest, tl.abs(up_grad))
 
-    inner_inverse = reciprocal(column_scale(
+    inner_inverse = reciprocal_of_scale(column_scale(
         tl.max(inner_largest, axis=0), inner_scale_ptr, block, column, F, False, POWER_OF_TWO
     ))[None, :]  # fmt: skip
-    gate_inverse = reciprocal(column_scale(
+    gate_inverse = reciprocal_of_scale(column_scale(
         tl.max(gate_largest, axis=0), column_scale_ptr, block, column, 2 * F, False, POWER_OF_TWO
     ))[None, :]  # fmt: skip
-    up_inverse = reciprocal(column_scale(
+    up_inverse = reciprocal_of_scale(column_scale(
         tl.max(up_largest, axis=0), column_scale_ptr, block, column + F, 2 * F, False, POWER_OF_TWO
     ))[None, :]  # fmt: skip
-    # Computed again, from inputs that are still in the cache: three tiles in fp32 at once would
-    # not fit into registers.
-    low = _pairs(
-        z_ptr, grad_ptr, weight_ptr, pair_ptr, block, 0, column, limit,
-        inner_inverse, gate_inverse, up_inverse, F,
-    )  # fmt: skip
-    high = _pairs(
-        z_ptr, grad_ptr, weight_ptr, pair_ptr, block, 2, column, limit,
-        inner_inverse, gate_inverse, up_inverse, F,
-    )  # fmt: skip
+    if KEEP:
+        inner_words = _words(i0, i1, i2, i3, inner_inverse)
+        gate_words = _words(g0, g1, g2, g3, gate_inverse)
+        up_words = _words(u0, u1, u2, u3, up_inverse)
+    else:
+        # Computed again, from inputs that are still in the cache.
+        inner_words = tl.zeros([32, 128], tl.int32)
+        gate_words = tl.zeros([32, 128], tl.int32)
+        up_words = tl.zeros([32, 128], tl.int32)
+        for j in range(0, PARTS, 2):
+            i0, _, g0, u0 = _gradients(
+                z_ptr, grad_ptr, weight_ptr, pair_ptr, part_rows(block, j), column, limit, F
+            )
+            i1, _, g1, u1 = _gradients(
+                z_ptr, grad_ptr, weight_ptr, pair_ptr, part_rows(block, j + 1), column, limit, F
+            )
+            inner_words |= e4m3_pair(i0 * inner_inverse, i1 * inner_inverse) << 8 * j
+            gate_words |= e4m3_pair(g0 * gate_inverse, g1 * gate_inverse) << 8 * j
+            up_words |= e4m3_pair(u0 * up_inverse, u1 * up_inverse) << 8 * j
     first = block.to(tl.int64) * (F * 128)
-    store_columns(low[0] | high[0] << 16, inner_ptr, first, 128, column)
-    store_columns(low[1] | high[1] << 16, columns_ptr, 2 * first, 128, column)
-    store_columns(low[2] | high[2] << 16, columns_ptr, 2 * first, 128, column + F)
+    store_columns(inner_words, inner_ptr, first, 128, column, PARTS)
+    store_columns(gate_words, columns_ptr, 2 * first, 128, column, PARTS)
+    store_columns(up_words, columns_ptr, 2 * first, 128, column + F, PARTS)
+
+
+class BackwardTile(NamedTuple):
+    """How the backward works on its tiles of 128 rows and 128 channels.
+
+    All give the same bytes. The number of warps says how many neighbouring channels of a row a
+    thread adds up, and so the last bits of the routing weights' gradient.
+    """
+
+    keep: bool = False
+    """Holds the three results in fp32 until the columns' scales are known; otherwise works them
+    out twice, the second time from inputs that are still in the cache."""
+    hopper: bool = False
+    """By the Gluon kernel of swiglu_hopper.py, which keeps them too. With 8 or 16 warps."""
+    num_warps: int = 8
+    max_registers: int | None = None
+    """Per thread: 65,536 are shared by the threads that a multiprocessor is to hold."""
+
+
+TRITON_BACKWARD = BackwardTile(keep=True, num_warps=16)
+HOPPER_BACKWARD = BackwardTile(keep=True, hopper=True, num_warps=16)
+BACKWARD_TO_TRY = (
+    BackwardTile(),
+    BackwardTile(num_warps=16),
+    BackwardTile(keep=True),
+    TRITON_BACKWARD,
+    HOPPER_BACKWARD,
+    BackwardTile(keep=True, hopper=True),
+)
+"""What a bench measures."""
 
 
 def swiglu_backward(
@@ -206,23 +271,41 @@ def swiglu_backward(
     limit: float,
     *,
     power_of_two: bool,
-    num_warps: int = 8,
+    tile: BackwardTile | None = None,
 ) -> SwigluGrads:
     """Everything the backward needs, from z and the gradient of h, without writing h or its
-    gradients in bf16. `num_warps` work on each tile of 128 x 128."""
+    gradients in bf16. `tile` is for benches: without it, what is fastest here."""
     num_rows, width = z_PC.shape[0], z_PC.shape[1] // 2
     rows = pool_rows_like(z_PC, num_rows, 2 * width)
     columns = columns_like(z_PC, num_rows, 2 * width, tile_scales=False)
     inner_columns = columns_like(z_PC, num_rows, width, tile_scales=False)
     dot_GP = z_PC.new_empty(width // GROUP, num_rows, dtype=torch.float32)
+    if tile is None:
+        fits = on_hopper(z_PC) and z_PC.dtype is grad_PF.dtype is torch.bfloat16
+        tile = HOPPER_BACKWARD if fits else TRITON_BACKWARD
     if num_rows:
-        _swiglu_backward[(width // GROUP, num_rows // GROUP)](
+        tiles = (width // GROUP, num_rows // GROUP)
+        programs = min(tiles[0] * tiles[1], _num_multiprocessors(z_PC))
+        kernel = _hopper().swiglu_backward_kernel if tile.hopper else _swiglu_backward
+        kernel[(programs,) if tile.hopper else tiles](
             z_PC, grad_PF, weight_NK, layout.pair_P, layout.expert_B,
             num_rows, limit, *rows, columns.data.view(torch.int32), columns.scale,
             inner_columns.data.view(torch.int32), inner_columns.scale, dot_GP,
-            width, power_of_two, num_warps=num_warps,
+            width, power_of_two, tile.num_warps if tile.hopper else tile.keep,
+            num_warps=tile.num_warps, maxnreg=tile.max_registers,
         )  # fmt: skip
     return SwigluGrads(rows, columns, inner_columns, weight_grads(dot_GP, layout))
+
+
+def _hopper() -> ModuleType:
+    # Where Triton has no Gluon, nothing asks for this.
+    return importlib.import_module("ppruntime.models.kernels.swiglu_hopper")
+
+
+def _num_multiprocessors(x: Tensor) -> int:
+    if not x.is_cuda:
+        return 3  # simulated
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 def weight_grads(dot_GP: Tensor, layout: Layout) -> Tensor:

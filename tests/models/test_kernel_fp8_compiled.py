@@ -56,21 +56,34 @@ def _compile_all():
         moe_layout.gather_rows(x8.data, layout, x8.scale)
         moe_layout.gather_sum(meta(rows, hidden), layout, dtype=torch.bfloat16)
         for source, with_rows in ((x, True), (x8, False)):
-            quantize.quantize_routed(source, layout, with_rows=with_rows, power_of_two=True)
+            for routed in (quantize.TRITON_ROUTED, quantize.HOPPER_ROUTED):
+                quantize.quantize_routed(
+                    source, layout, with_rows=with_rows, power_of_two=True, tile=routed
+                )
         quantize.quantize_blocks(meta(experts, hidden, width), transposed=True)
         quantize.transpose_blocks(weights)
         swiglu.swiglu(meta(rows, 2 * width), weight_NK, layout, 10.0, power_of_two=False)
         swiglu.weight_grads = lambda dot_GP, layout: None  # what follows is torch
-        swiglu.swiglu_backward(
-            meta(rows, 2 * width), meta(rows, width), weight_NK, layout, 10.0, power_of_two=False
-        )
+        for backward in (swiglu.TRITON_BACKWARD, swiglu.HOPPER_BACKWARD):
+            swiglu.swiglu_backward(
+                meta(rows, 2 * width), meta(rows, width), weight_NK, layout, 10.0,
+                power_of_two=False, tile=backward,
+            )  # fmt: skip
     for kernel in (*products, *passes):
         print(kernel)
-        # Fewer registers than it would take: docs/bench/moe-experts.json has it faster so, with
-        # Triton 3.6 and its 74 spills.
-        allowed = 150 if kernel.name == "_grouped_weight_grad" else 0
+        # The weight gradient has fewer registers than it would take: docs/bench/moe-experts.json
+        # has it faster so, with Triton 3.6 and its 74 spills. The SwiGLU's results fill three
+        # quarters of all there are; 38 instructions of 2,100 move others away and back.
+        allowed = {
+            "_grouped_weight_grad": 150,
+            "swiglu_backward_kernel": 60,
+            "_swiglu_backward": 8,  # Triton 3.7.1; 3.6: none
+        }.get(kernel.name, 0)
         assert kernel.spills <= allowed, kernel
         assert kernel.narrow_accesses == 0, kernel
+    by_name = {kernel.name: kernel for kernel in passes}
+    assert by_name["quantize_routed_kernel"].registers <= 64  # two programs of 16 warps
+    assert by_name["swiglu_backward_kernel"].shared_bytes <= 227 * 1024
     for kernel in products:
         assert kernel.matrix_instructions > 0, kernel
         assert kernel.shared_bytes <= 113 * 1024, kernel  # two programs on a multiprocessor
