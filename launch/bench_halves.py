@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,6 +27,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from ppruntime.launch.command_line import command_line
 from ppruntime.launch.gpu_clock import Clock
 from ppruntime.models.attention_kernels import REFERENCE, AttentionKernels, set_kernels
 from ppruntime.models.carry import DIFFERENTIABLE, Carry, MicroBatch
@@ -490,7 +490,7 @@ class Bench:
     def _write(self) -> None:
         is_cuda = self.device.type == "cuda"
         record = {
-            "command": " ".join(sys.argv),
+            "command": command_line("layers"),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": torch.cuda.get_device_name() if is_cuda else "cpu",
             "versions": {"torch": torch.__version__},

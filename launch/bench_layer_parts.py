@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppruntime.launch.command_line import command_line
 from ppruntime.launch.gpu_clock import Clock
 from ppruntime.models.carry import IGNORED_LABEL
 from ppruntime.models.dims import ModelDims, changed, preset
@@ -172,7 +173,7 @@ def run(
 
         versions["triton"] = triton.__version__
     record = {
-        "command": " ".join(sys.argv),
+        "command": command_line("layers"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "versions": versions,

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from ppruntime.launch import bench_halves, bench_layer_parts, bench_linears, bench_moe_half
+from ppruntime.launch.command_line import command_line
 from ppruntime.launch.gpu_clock import Clock
 
 HEADS, WIDTH, WINDOW, PAIRS = 64, 512, 128, 32
@@ -169,7 +170,7 @@ class Bench:
         import triton
 
         return {
-            "command": " ".join(sys.argv),
+            "command": command_line("layers"),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": torch.cuda.get_device_name(),
             "versions": {"torch": torch.__version__, "triton": triton.__version__},

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ppruntime.launch.command_line import command_line
 from ppruntime.launch.gpu_clock import Clock
 from ppruntime.models.dims import ModelDims, preset
 
@@ -186,7 +186,7 @@ class Bench:
 
         is_cuda = self.device.type == "cuda"
         return {
-            "command": " ".join(sys.argv),
+            "command": command_line("layers"),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": torch.cuda.get_device_name() if is_cuda else "cpu",
             "versions": {"torch": torch.__version__, "triton": triton.__version__},

@@ -30,6 +30,7 @@ from ppruntime.build import build_pipeline
 from ppruntime.config import Config, load
 from ppruntime.data.batches import open_data
 from ppruntime.host_memory import HostPool, Lane, pieces
+from ppruntime.launch.command_line import command_line
 from ppruntime.plan_report import report
 from ppruntime.ranks import Layout, Ranks, join, leave
 from ppruntime.trainer import Trainer
@@ -239,7 +240,7 @@ def _alone() -> Iterator[None]:
 def _write(out: Path, rows: Sequence[Row], copies: Mapping[str, float]) -> None:
     on_gpu = torch.cuda.is_available()
     record = {
-        "command": " ".join(sys.argv),
+        "command": command_line("memory"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "versions": {"torch": torch.__version__},

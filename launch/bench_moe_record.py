@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ppruntime.launch.command_line import command_line
+
 
 @dataclass(slots=True)
 class Row:
@@ -96,7 +98,7 @@ class Recorder:
         import triton
 
         record = {
-            "command": " ".join(sys.argv),
+            "command": command_line("moe"),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "versions": {"torch": torch.__version__, "triton": triton.__version__},

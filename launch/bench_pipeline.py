@@ -41,6 +41,7 @@ from ppruntime.data.batches import open_data
 from ppruntime.engram_tables import EngramLookups
 from ppruntime.experts.options import choose_experts
 from ppruntime.gemm_budget import with_gemm_budget
+from ppruntime.launch.command_line import command_line
 from ppruntime.launch.pipeline_bars import bars, figures, line
 from ppruntime.launch.run_digests import gradient_digest, loss_digest
 from ppruntime.launch.stand_ins import (
@@ -401,7 +402,7 @@ class _Bench:
         on_gpu = self.ranks.device.type == "cuda"
         found = bars(self.records)
         record = {
-            "command": f"ppruntime bench pipeline {' '.join(sys.argv[1:])}",
+            "command": command_line("pipeline"),
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
             "versions": _versions(on_gpu, self.args.nccl_library),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -23,6 +23,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from ppruntime.launch.command_line import command_line
 from ppruntime.launch.products import Product, bf16_matmul, fp8_grouped
 from ppruntime.launch.transport_record import RAW, SIZES_BYTES, Row, bars, library_versions
 
@@ -412,7 +413,7 @@ class _Worker:
         if self.rank != 0 and complete:
             return
         record = {
-            "command": "python3 -m ppruntime.launch.bench_transports " + " ".join(sys.argv[1:]),
+            "command": command_line("transports"),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "complete": complete,
             "seconds": round(time.monotonic() - self.start, 1),

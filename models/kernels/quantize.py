@@ -271,8 +271,8 @@ class RoutedTile(NamedTuple):
     """Per thread: 65,536 are shared by the threads that a multiprocessor is to hold."""
 
 
-TRITON_ROUTED = RoutedTile()
-HOPPER_ROUTED = RoutedTile(hopper=True, num_warps=16)
+TRITON_ROUTED = RoutedTile(max_registers=80)
+HOPPER_ROUTED = RoutedTile(hopper=True, max_registers=80)
 ROUTED_TO_TRY = (
     TRITON_ROUTED,
     RoutedTile(max_registers=80),

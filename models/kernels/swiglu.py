@@ -250,8 +250,8 @@ class BackwardTile(NamedTuple):
     """Per thread: 65,536 are shared by the threads that a multiprocessor is to hold."""
 
 
-TRITON_BACKWARD = BackwardTile(keep=True, num_warps=16)
-HOPPER_BACKWARD = BackwardTile(keep=True, hopper=True, num_warps=16)
+TRITON_BACKWARD = BackwardTile(keep=True)
+HOPPER_BACKWARD = BackwardTile(keep=True, hopper=True)
 BACKWARD_TO_TRY = (
     BackwardTile(),
     BackwardTile(num_warps=16),
