@@ -144,14 +144,32 @@ def turn_(x: Tensor, rotation: Rotation, *, inverse: bool = False) -> None:
     _launch(x, x, rotation.cos, rotation.sin, inverse=inverse)
 
 
+def turn_for_a_while_(x: Tensor, rotation: Rotation) -> Tensor:
+    """`turn_`, and the last 2 P channels as they were, [rows, 2 P], for `put_back_`. One pass."""
+    assert x.is_contiguous(), "what is turned in place has to be contiguous"
+    num_pairs = rotation.cos.shape[-1]
+    kept = x.new_empty(x.numel() // x.shape[-1], 2 * num_pairs)
+    _launch(x, x, rotation.cos, rotation.sin, inverse=False, kept=kept)
+    return kept
+
+
+def put_back_(x: Tensor, kept: Tensor) -> None:
+    """Makes the last channels of x what they were before `turn_for_a_while_`, to the bit."""
+    num_rows, width = kept.shape
+    if num_rows:
+        _put_back_kernel[(triton.cdiv(num_rows, 2 * _ROWS),)](
+            x, kept, num_rows, x.shape[-1], width, 2 * _ROWS, num_warps=4
+        )
+
+
 # The kernel
 
 
 @triton.jit
 def _rotate_kernel(
-    x_ptr, y_ptr, cos_ptr, sin_ptr, num_rows,
+    x_ptr, y_ptr, kept_ptr, cos_ptr, sin_ptr, num_rows,
     H: tl.constexpr, K: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr, ROWS: tl.constexpr,
-    INVERSE: tl.constexpr, IN_PLACE: tl.constexpr,
+    INVERSE: tl.constexpr, IN_PLACE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     is_row = rows < num_rows
@@ -161,11 +179,18 @@ def _rotate_kernel(
         kept = tl.load(x_ptr + rows * K + channels, mask=is_kept)
         tl.store(y_ptr + rows * K + channels, kept, mask=is_kept)
     tail = rows * K + (K - 2 * P) + tl.arange(0, 2 * P)[None, :]
-    x = tl.load(x_ptr + tail, mask=is_row, other=0.0).to(tl.float32)
-    even, odd = tl.split(tl.reshape(x, [ROWS, P, 2]))
-    angles = rows // H * P + tl.arange(0, P)[None, :]
-    cos = tl.load(cos_ptr + angles, mask=is_row, other=1.0)
-    sin = tl.load(sin_ptr + angles, mask=is_row, other=0.0)
+    x = tl.load(x_ptr + tail, mask=is_row, other=0.0)
+    if KEEP:
+        tl.store(kept_ptr + rows * (2 * P) + tl.arange(0, 2 * P)[None, :], x, mask=is_row)
+    even, odd = tl.split(tl.reshape(x.to(tl.float32), [ROWS, P, 2]))
+    pairs = tl.arange(0, P)[None, :]
+    if H % ROWS == 0:  # all rows are one token's, whose angles are read once
+        angles = tl.program_id(0).to(tl.int64) * ROWS // H * P + pairs
+        cos, sin = tl.load(cos_ptr + angles), tl.load(sin_ptr + angles)
+    else:
+        angles = rows // H * P + pairs
+        cos = tl.load(cos_ptr + angles, mask=is_row, other=1.0)
+        sin = tl.load(sin_ptr + angles, mask=is_row, other=0.0)
     if INVERSE:
         sin = -sin
     turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
@@ -176,15 +201,34 @@ def _rotate_kernel(
         tl.store(y_ptr + tail, turned, mask=is_row)
 
 
-def _launch(x: Tensor, y: Tensor, cos_BTP: Tensor, sin_BTP: Tensor, *, inverse: bool) -> None:
+@triton.jit
+def _put_back_kernel(
+    x_ptr, kept_ptr, num_rows, K: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    channels = tl.arange(0, TAIL)[None, :]
+    is_row = rows < num_rows
+    kept = tl.load(kept_ptr + rows * TAIL + channels, mask=is_row)
+    tl.store(x_ptr + rows * K + (K - TAIL) + channels, kept, mask=is_row)
+
+
+def _launch(
+    x: Tensor,
+    y: Tensor,
+    cos_BTP: Tensor,
+    sin_BTP: Tensor,
+    *,
+    inverse: bool,
+    kept: Tensor | None = None,
+) -> None:
     width, num_pairs = x.shape[-1], cos_BTP.shape[-1]
     num_rows = x.numel() // width
     if num_rows == 0:
         return
     _rotate_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        x, y, cos_BTP.contiguous(), sin_BTP.contiguous(), num_rows,
+        x, y, kept, cos_BTP.contiguous(), sin_BTP.contiguous(), num_rows,
         x.shape[2] if x.dim() == 4 else 1, width, num_pairs, triton.next_power_of_2(width), _ROWS,
-        inverse, y is x, num_warps=4, enable_fp_fusion=False,
+        inverse, y is x, kept is not None, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
