@@ -204,6 +204,7 @@ def test_nothing_is_added_but_by_the_products_of_a_bf16_linear(kind):
 
 @gpu
 @pytest.mark.skipif(not on_gpu, reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_no_kernel_of_a_bf16_linears_weight_gradient_adds_or_casts(kind):
     case = Case(kind)

@@ -94,8 +94,9 @@ def random_batch(seed, rank):
 
 
 def compare_routings(rank: int, fp8: bool, num_routings: int):
-    """Distances to the all-to-all's results, whether a second run has the same bits, and how often
-    a pool was too small for what came, as rank 0's is made now and then."""
+    """How much farther from the truth the results are than twice the all-to-all's (FP8: than the
+    all-to-all's own bits), whether a second run has the same bits, and how often a pool was too
+    small for what came, as rank 0's is made now and then."""
     from ppruntime.models.all_to_all import AllToAll
     from ppruntime.models.dispatch import WireOptions
     from ppruntime.models.experts import Experts
@@ -115,15 +116,21 @@ def compare_routings(rank: int, fp8: bool, num_routings: int):
         for weight in made.parameters():
             weight.normal_(0, 0.06)
 
-    def results(dispatcher, batch):
+    exact = Experts(DIMS, held=held, device="cuda", dtype=torch.float32)
+    with torch.no_grad():
+        for wide, weight in zip(exact.parameters(), made.parameters(), strict=True):
+            wide.copy_(weight)
+
+    def results(dispatcher, batch, layer=made):
         x, experts, weights, grad = batch
-        x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-        for weight in made.parameters():
+        x = x.to(next(layer.parameters()).dtype).clone().requires_grad_()
+        weights = weights.clone().requires_grad_()
+        for weight in layer.parameters():
             weight.grad = None
         counts = torch.bincount(experts.flatten(), minlength=EXPERTS)
-        y = dispatcher.routed(made, x, Routing(experts, weights, weights), counts)
+        y = dispatcher.routed(layer, x, Routing(experts, weights, weights), counts)
         y.backward(grad)
-        return [y.detach(), x.grad, weights.grad, *(w.grad for w in made.parameters())]
+        return [y.detach(), x.grad, weights.grad, *(w.grad for w in layer.parameters())]
 
     worst, repeats, num_too_small = 0.0, True, 0
     for seed in range(num_routings):
@@ -137,9 +144,11 @@ def compare_routings(rank: int, fp8: bool, num_routings: int):
         again = results(mega, batch)
         mega.check()
         repeats &= all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
-        for a, b in zip(got, expected, strict=True):
+        # In bf16 both are off; of a single token as far as a rounding happens to be.
+        truth = expected if fp8 else results(plain, batch, exact)
+        for a, b, t in zip(got, expected, truth, strict=True):
             if b.numel() and b.any():
-                worst = max(worst, distance(a, b))
+                worst = max(worst, distance(a, t) - 2 * distance(b, t))
             else:
                 assert not a.any()
     dist.barrier()
@@ -152,9 +161,9 @@ def compare_routings(rank: int, fp8: bool, num_routings: int):
 def test_any_routing_gives_what_the_all_to_all_gives_and_repeats_bit_for_bit(fp8, run_ranks):
     told = run_ranks(2, compare_routings, fp8, 60, timeout_seconds=300)
     for worst, repeats, num_too_small in told:
-        assert repeats
-        assert num_too_small == told[0][2] > 0
-        assert worst == 0 if fp8 else worst < 8e-3
+        assert repeats, told
+        assert num_too_small == told[0][2] > 0, told
+        assert worst == 0 if fp8 else worst < 4e-3, told
 
 
 def lose_a_peer(rank: int, num_met: int):
