@@ -11,7 +11,8 @@ and a row of the compressor's input is bf16, so that its products are sums of ex
 Kept for the backward: x, as it is; the plain form keeps a copy in fp32.
 
 Numeric class: summation order. A Hopper's tensor cores cut what they add instead of rounding it:
-y of 5,120 terms is 6e-6 off, an fp32 product's 7e-7 (H200). Shape letters: N rows, I input width, O output width.
+y of 5,120 terms is 6e-6 off, an fp32 product's 7e-7 (H200).
+Shape letters: N rows, I input width, O output width.
 """
 
 from __future__ import annotations
