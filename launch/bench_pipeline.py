@@ -17,6 +17,7 @@ import faulthandler
 import gc
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -115,7 +116,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--transports",
         default="copy_engine,put,nccl",
-        help="kinds; nccl/4 is nccl with 4 thread blocks; the case none always runs too",
+        help="kinds; nccl/4 is nccl with 4 thread blocks, nccl@0 with receives that start when they"
+        " are waited for (its recv_lead is 0), nccl/4@0 both; the case none always runs too",
     )
     add("--micro-batches", default="16", help="of every order")
     add("--more-micro-batches", default="8,32", help="of the first order too")
@@ -191,9 +193,9 @@ class _Bench:
     def _variants(self) -> list[Variant]:
         variants = []
         for kind in self.args.transports.split(","):
-            name, _, ctas = kind.partition("/")
-            plain = self._plain(name, **({"transport_ctas": int(ctas)} if ctas else {}))
-            variants.append(replace(plain, name=f"{name} {ctas} CTAs") if ctas else plain)
+            name, options = parsed_kind(kind)
+            plain = self._plain(name.partition(" ")[0], **options)
+            variants.append(replace(plain, name=name))
         return variants
 
     def _plain(self, kind: str, **more: Any) -> Variant:
@@ -422,6 +424,21 @@ class _Bench:
         new.rename(path)
         if complete:
             print("\n".join(map(str, [*found, *self.notes])), flush=True)
+
+
+def parsed_kind(kind: str) -> tuple[str, dict[str, int]]:
+    """KIND[/BLOCKS][@LEAD] -> what the record calls it, and the transport's options. Raises
+    SystemExit for anything else."""
+    found = re.fullmatch(r"(\w+)(?:/(\d+))?(?:@(\d+))?", kind)
+    if found is None:
+        raise SystemExit(f"--transports {kind}: write KIND, KIND/BLOCKS, KIND@LEAD or both")
+    name, ctas, lead = found.groups()
+    said, options = name, {}
+    if ctas is not None:
+        said, options["transport_ctas"] = f"{said} {ctas} CTAs", int(ctas)
+    if lead is not None:
+        said, options["recv_lead"] = f"{said} lead {lead}", int(lead)
+    return said, options
 
 
 def _build(config: Config, outline: Outline, ranks: Ranks) -> dict[int, Stage]:

@@ -14,6 +14,7 @@ from small_runs import CONFIG
 from torch.distributed import HashStore
 from transport_cases import assert_same_bits, payload
 
+from ppruntime.launch import bench_pipeline
 from ppruntime.launch.pipeline_bars import bars, cycle_seconds, line
 from ppruntime.launch.stand_ins import (
     HollowTransport,
@@ -228,3 +229,21 @@ def test_a_pacer_copies_as_long_as_it_was_asked_to(monkeypatch):
         copied.clear()
         pacer.hold(seconds)
         assert sum(copied) == int(seconds * pacer.bytes_per_second)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options"),
+    [
+        ("put", "put", {}),
+        ("nccl/4", "nccl 4 CTAs", {"transport_ctas": 4}),
+        ("nccl@0", "nccl lead 0", {"recv_lead": 0}),
+        ("nccl/16@2", "nccl 16 CTAs lead 2", {"transport_ctas": 16, "recv_lead": 2}),
+    ],
+)
+def test_a_transport_may_come_with_its_thread_blocks_and_how_early_it_receives(kind, name, options):
+    assert bench_pipeline.parsed_kind(kind) == (name, options)
+
+
+def test_another_word_for_a_transport_is_refused():
+    with pytest.raises(SystemExit, match=r"--transports nccl/x: write KIND, KIND/BLOCKS"):
+        bench_pipeline.parsed_kind("nccl/x")
