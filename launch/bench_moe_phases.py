@@ -272,6 +272,7 @@ class ExpertPhases(Recorder):
         options = {
             "triton": Fp8Options(),
             "triton, n=2": Fp8Options(fused_wgrad_micro_batches=2),
+            "triton, n=4": Fp8Options(fused_wgrad_micro_batches=4),
             "triton, recompute": Fp8Options(keep_expert_activations=False),
             "triton, turned on demand": Fp8Options(fp8_transposed_on_demand=True),
             "triton, wgrad tiles": Fp8Options(wgrad_tile_scales=True),
@@ -279,7 +280,10 @@ class ExpertPhases(Recorder):
         if self.deep_gemm is None:
             backend = ExpertBackend.DEEP_GEMM
             options["deep_gemm"] = Fp8Options(backend=backend)
-            options["deep_gemm, n=2"] = Fp8Options(backend=backend, fused_wgrad_micro_batches=2)
+            for num in (2, 3, 4):
+                options[f"deep_gemm, n={num}"] = Fp8Options(
+                    backend=backend, fused_wgrad_micro_batches=num
+                )
         x = x.clone().requires_grad_()
         weights = weights.clone().requires_grad_()
         routed = int((experts_NK >= 0).sum())

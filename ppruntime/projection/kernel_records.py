@@ -22,8 +22,8 @@ class ExpertTimes:
     forward_s: float
     input_grad_s: float
     weight_grad_s: float
-    fused_gain_s: float
-    """What two micro-batches' weight gradients in one launch save, per micro-batch."""
+    fused_gain_s: Mapping[int, float]
+    """By n: what n micro-batches' weight gradients in one launch save, per micro-batch."""
     turn_s: float
     """Turning FP8 weights when a backward asks for it, instead of keeping a turned copy."""
     quantise_s: float
@@ -134,7 +134,11 @@ def _experts(record: Mapping[str, Any]) -> ExpertTimes:
         )
         for phase in ("wgrad W13", "wgrad W2")
     )
-    both = seconds("fwd + bwd", f"{backend}, n=2 (2 micro-batches)") / 2
+    gains = {
+        n: whole - seconds("fwd + bwd", together) / n
+        for n in range(2, 17)
+        if ("ep8", "fwd + bwd", together := f"{backend}, n={n} ({n} micro-batches)") in rows
+    }
     kept = next(n for n in record["notes"] if n.startswith(f"ep8 {backend}: keeps"))
     case = next(n for n in record["notes"] if n.startswith("ep8: "))
     samples = len(rows["ep8", "fwd + bwd", name]["milliseconds"])
@@ -142,7 +146,7 @@ def _experts(record: Mapping[str, Any]) -> ExpertTimes:
         forward_s=forward,
         input_grad_s=whole - forward - weight,
         weight_grad_s=weight,
-        fused_gain_s=whole - both,
+        fused_gain_s=gains,
         turn_s=seconds("turn", "on demand", "weights"),
         quantise_s=seconds("quantise", "with turned copy", "weights"),
         held_bytes=1e9 * float(kept.split("keeps ")[1].split()[0]),

@@ -59,9 +59,10 @@ def expert_variants(config: Config, kernels: Kernels | None = None) -> tuple[Var
     compute = config.moe.compute
     freed_or_not = (False, True) if config.train.precision == "bf16" else (False,)
     if kernels is not None:
+        measured = (1, *sorted(kernels.experts.fused_gain_s))
         return tuple(
             _variant(config, ExpertUse(freed, turned, fused), kernels)
-            for fused, freed, turned in product((1, 2), freed_or_not, (False, True))
+            for fused, freed, turned in product(measured, freed_or_not, (False, True))
         )
     if compute.backend == "torch":
         return (Variant("in the compute dtype", 0.0),)
@@ -79,15 +80,15 @@ def _variant(config: Config, use: ExpertUse, kernels: Kernels | None = None) -> 
     name = "bf16 freed" if use.free_bf16_expert_weights else "bf16 kept"
     if use.fp8_transposed_on_demand:
         name += ", FP8 turned on demand"
-    is_fused = use.fused_wgrad_micro_batches > 1
-    if is_fused:
-        name += f", fused wgrad n {use.fused_wgrad_micro_batches}"
+    num_fused = use.fused_wgrad_micro_batches
+    if num_fused > 1:
+        name += f", fused wgrad n {num_fused}"
     turn_s = gain_s = 0.0
     if kernels is not None:
         tokens = config.train.micro_batch_size * config.train.seq_len
         scale = tokens * config.model.dims.experts_per_token / kernels.experts.rows
         turn_s = use.fp8_transposed_on_demand * kernels.experts.turn_s
-        gain_s = is_fused * kernels.experts.fused_gain_s * scale
+        gain_s = kernels.experts.fused_gain_s.get(num_fused, 0.0) * scale
     block = next(s for s in unit_specs(config.model.dims) if s.kind is UnitKind.MOE)
     compute = replace(config.moe.compute, backend="triton", **asdict(use))
     static = _state(config, compute, block) - _state(config, ExpertCompute(), block)

@@ -150,7 +150,7 @@ def test_a_plans_overrides_are_the_run_that_it_planned():
     task = task_of(
         config,
         kernel_calibration(config, kernels, "put"),
-        memory_bytes=79.5e9,
+        memory_bytes=72e9,
         reserved_bytes=10e9,
         host_bytes_per_s=0.0,
         link=None,
