@@ -536,10 +536,15 @@ def _differentiable(carry: Carry) -> list[Tensor]:
 
 def run(options: argparse.Namespace) -> int:
     """Runs with `out, model, tokens, repetitions, device` as bench_layers parses them."""
+    return run_bench(options, Bench)
+
+
+def run_bench(options: argparse.Namespace, make: type[Bench]) -> int:
+    """Runs one kind of halves; 1 if nothing could be timed, 2 without the device."""
     if options.device == "cuda" and not torch.cuda.is_available():
         print("bench_layers: there is no CUDA device; use --device cpu for a small one")
         return 2
-    bench = Bench(options)
+    bench = make(options)
     bench.run()
     print(f"results in {options.out}")
     for text in bench.left_out:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppruntime.launch.bench_halves import PHASES, Bench, Case, Work
+from ppruntime.launch.bench_halves import PHASES, Bench, Case, Work, run_bench
 from ppruntime.models.attention_kernels import AttentionKernels
 from ppruntime.models.carry import Carry, MicroBatch
 from ppruntime.models.dims import (
@@ -155,12 +155,4 @@ class MoEBench(Bench):
 
 def run(options: argparse.Namespace) -> int:
     """Runs with `out, model, tokens, repetitions, device` as bench_layers parses them."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("bench_layers: there is no CUDA device; use --device cpu for a small one")
-        return 2
-    bench = MoEBench(options)
-    bench.run()
-    print(f"results in {options.out}")
-    for text in bench.left_out:
-        print(f"left out: {text}")
-    return int(not any(line.milliseconds for line in bench.lines))
+    return run_bench(options, MoEBench)
