@@ -446,7 +446,9 @@ def _build(config: Config, outline: Outline, ranks: Ranks) -> dict[int, Stage]:
     plan, shape = outline.plan, (config.train.micro_batch_size, config.train.seq_len)
     experts, linears = choose_experts(config), choose_linears(config)
     stages = {
-        s.index: build_stage(config, s, ranks, experts=experts, linears=linears)
+        s.index: build_stage(
+            config, s, ranks, experts=experts, linears=linears, draw_on_device=True
+        )
         for s in plan
         if s.rank == ranks.pp_rank
     }

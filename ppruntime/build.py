@@ -274,10 +274,11 @@ def build_stage(
     experts: ExpertChoice = BY_TORCH,
     dispatcher: Dispatcher = HERE.dispatcher,
     linears: LinearChoice = IN_COMPUTE_DTYPE,
+    draw_on_device: bool = False,
 ) -> Stage:
     """One stage of this rank: its units, initialised, wrapped, with one queue for the weight
     gradients that can wait. Only these units' memory is ever allocated. Of the experts this rank
-    has those that `dispatcher` says.
+    has those that `dispatcher` says. `draw_on_device`: see `init_parameters`.
 
     Masters are fp32: in bf16 the wrapping casts them once a step, see `wrap.shard_unit`.
     """
@@ -292,7 +293,7 @@ def build_stage(
         unit = build_unit(
             dims, spec, moe=moe, engram=engram, device=ranks.device, dtype=torch.float32
         )
-        init_parameters(unit, spec.name, config.train.seed)
+        init_parameters(unit, spec.name, config.train.seed, draw_on_device=draw_on_device)
         if isinstance(unit, HeadUnit):
             unit.loss_of = head_loss(config.kernels.head, ranks.device)
         if isinstance(unit, UsesResidual):

@@ -316,6 +316,31 @@ def test_rows_of_a_parameter_can_be_drawn_without_the_others():
     assert torch.equal(one[0], experts[3])
 
 
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+            ],
+        ),
+    ],
+)
+def test_rows_that_are_drawn_where_they_lie_depend_on_their_name_alone_too(device):
+    whole, part = (torch.zeros(shape, device=device) for shape in ((70_000, 4), (4_500, 4)))
+    fill_normal(whole, "table", 0, 0.02, on_device=True)
+    fill_normal(part, "table", 0, 0.02, first_row=65_500, on_device=True)
+    assert torch.equal(part, whole[65_500:])
+    assert 0.019 < whole.std() < 0.021
+    if device == "cpu":
+        again = torch.zeros_like(whole)
+        fill_normal(again, "table", 0, 0.02)
+        assert torch.equal(again, whole)
+
+
 def test_a_model_made_on_the_meta_device_becomes_the_same():
     batch = random_batch(TINY, 0, [(16,)])
     here, there = [], []
