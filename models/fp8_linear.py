@@ -32,7 +32,7 @@ from ppruntime.models.kernels.fp8_linear_backends import (
 from ppruntime.models.kernels.fp8_linear_cast import can_turn, quantize_turned
 from ppruntime.models.kernels.grouped_gemm import WeightGradOperands
 from ppruntime.models.kernels.moe_layout import Layout
-from ppruntime.models.kernels.quantize import GROUP, Quantized
+from ppruntime.models.kernels.quantize import GROUP, Quantized, columns_like
 from ppruntime.models.linear import Linear
 from ppruntime.models.rope import Rotation, rotate
 from ppruntime.models.weight_copies import WeightCopies
@@ -98,7 +98,8 @@ class _Fp8Layer(WeightCopies):
         return Blocks(blocks, turned)
 
     def cast(self, x_NI: Tensor) -> tuple[Quantized, Quantized, Layout]:
-        """Rows and columns in one pass, and the layout they lie in."""
+        """Rows and columns in one pass, and the layout they lie in; columns as one matrix where
+        weight gradients take them so."""
         return _cast(self.kernels, x_NI)
 
     def product(self, rows: Quantized, weight: Quantized, layout: Layout) -> Tensor:
@@ -130,7 +131,10 @@ class _Fp8Layer(WeightCopies):
 
 def _cast(kernels: ExpertKernels, x_NI: Tensor) -> tuple[Quantized, Quantized, Layout]:
     layout = dense_layout(x_NI.shape[0], x_NI.device)
-    rows, columns = kernels.quantize_routed(x_NI, layout, with_rows=True, power_of_two=False)
+    options = {"dense": True} if kernels.dense_columns else {}
+    rows, columns = kernels.quantize_routed(
+        x_NI, layout, with_rows=True, power_of_two=False, **options
+    )
     return rows, columns, layout
 
 
@@ -231,10 +235,14 @@ class _Fp8RotatedLinear(torch.autograd.Function):
         in_torch = layer.options.backend is LinearBackend.REFERENCE
         if not in_torch and can_turn(head_width, cos_NR.shape[1]):
             layout = dense_layout(len(grad_NO), grad_NO.device)
-            cast = (*quantize_turned(grad_NO, cos_NR, sin_NR, head_width=head_width), layout)
+            turned = quantize_turned(
+                grad_NO, cos_NR, sin_NR, head_width=head_width, dense=layer.kernels.dense_columns
+            )
+            cast = (*turned, layout)
         else:
             turn = Rotation(cos_NR, sin_NR)
-            cast = layer.cast(_rotated(grad_NO, turn, ctx.num_heads, inverse=True))
+            back = _rotated(grad_NO, turn, ctx.num_heads, inverse=True)
+            cast = layer.cast(back)
         grad_x = _linear_grads(ctx, *cast, Quantized(columns, scale), grad_NO)
         return grad_x, None, None, None, None, None
 
@@ -376,17 +384,19 @@ def _linear_op(
 def _(
     x_NI: Tensor, weight: Tensor, weight_scale: Tensor, backend: str, gemm_sms: int
 ) -> list[Tensor]:
-    return _linear_shapes(x_NI, weight)
+    return _linear_shapes(x_NI, weight, backend)
 
 
-def _linear_shapes(x_NI: Tensor, weight: Tensor) -> list[Tensor]:
+def _linear_shapes(x_NI: Tensor, weight: Tensor, backend: str) -> list[Tensor]:
     num_rows, width = x_NI.shape
-    blocks = (num_rows + GROUP - 1) // GROUP
-    return [
-        x_NI.new_empty(num_rows, weight.shape[1]),
-        x_NI.new_empty(blocks, width, GROUP, dtype=torch.float8_e4m3fn),
-        x_NI.new_empty(blocks, width, dtype=torch.float32),
-    ]
+    padded = (num_rows + GROUP - 1) // GROUP * GROUP
+    dense = LinearBackend(backend) in _DENSE
+    columns = columns_like(x_NI, padded, width, tile_scales=False, dense=dense)
+    return [x_NI.new_empty(num_rows, weight.shape[1]), *columns]
+
+
+_DENSE = (LinearBackend.DEEP_GEMM, LinearBackend.FASTEST)
+"""Backends whose kernels have `dense_columns`."""
 
 
 @torch.library.custom_op("ppruntime::fp8_rotated_linear", mutates_args=())
@@ -423,7 +433,7 @@ def _(
     backend: str,
     gemm_sms: int,
 ) -> list[Tensor]:
-    return _linear_shapes(x_NI, weight)
+    return _linear_shapes(x_NI, weight, backend)
 
 
 @torch.library.custom_op("ppruntime::fp8_swiglu_linear", mutates_args=())

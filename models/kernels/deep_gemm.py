@@ -20,7 +20,7 @@ from torch import Tensor
 from ppruntime.models.kernels.expert_backends import deep_gemm_package
 from ppruntime.models.kernels.grouped_gemm import WeightGradOperands
 from ppruntime.models.kernels.moe_layout import BLOCK, Layout
-from ppruntime.models.kernels.quantize import GROUP, Quantized
+from ppruntime.models.kernels.quantize import GROUP, Quantized, as_matrix, is_dense
 
 
 @contextmanager
@@ -64,8 +64,8 @@ def grouped_weight_grad(
     num_rows = sum(layout.num_rows for layout in layouts)
     if not num_rows:
         return
-    left = dense_columns([operands.left for operands in micro_batches], layouts)
-    right = dense_columns([operands.right for operands in micro_batches], layouts)
+    left = _matrix([operands.left for operands in micro_batches], layouts)
+    right = _matrix([operands.right for operands in micro_batches], layouts)
     # The host does not know the counts: it names the room for all, the device has the real ones.
     host_rows = [num_rows] + [0] * (len(accumulator_EAC) - 1)
     rows_E = torch.stack([layout.start_E1 for layout in layouts]).sum(0, dtype=torch.int32).diff()
@@ -74,6 +74,13 @@ def grouped_weight_grad(
             (left.data, left.scale.t()), (right.data, right.scale.t()),
             accumulator_EAC, host_rows, rows_E, accumulator_EAC,
         )  # fmt: skip
+
+
+def _matrix(micro_batches: Sequence[Quantized], layouts: Sequence[Layout]) -> Quantized:
+    """`dense_columns`, which those of one micro-batch and one group may be already."""
+    if len(micro_batches) == 1 and len(layouts[0].start_E1) == 2 and is_dense(micro_batches[0]):
+        return Quantized(as_matrix(micro_batches[0]), micro_batches[0].scale)
+    return dense_columns(micro_batches, layouts)
 
 
 @triton.jit
@@ -107,6 +114,7 @@ def dense_columns(micro_batches: Sequence[Quantized], layouts: Sequence[Layout])
     all micro-batches after one another: flat data, scale [P/128, C], P the sum of all pools.
     What lies after the last expert is not written.
     """
+    assert all(columns.data.is_contiguous() for columns in micro_batches), "columns by blocks"
     first = micro_batches[0].data
     channels = first.shape[1]
     num_blocks = sum(columns.data.shape[0] for columns in micro_batches)

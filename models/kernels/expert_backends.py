@@ -48,6 +48,8 @@ class ExpertKernels:
     grouped_weight_grad: Callable[..., None]
     quantize_blocks: Callable[..., Any]
     transpose_blocks: Callable[..., Any]
+    dense_columns: bool = False
+    """Whether weight gradients of one group take columns as one matrix, see `quantize_routed`."""
 
 
 def expert_kernels(backend: ExpertBackend) -> ExpertKernels:
@@ -58,7 +60,7 @@ def expert_kernels(backend: ExpertBackend) -> ExpertKernels:
     if backend is ExpertBackend.REFERENCE:
         from ppruntime.models.kernels import moe_reference
 
-        names = ExpertKernels.__dataclass_fields__
+        names = ExpertKernels.__dataclass_fields__.keys() - {"dense_columns"}
         return ExpertKernels(**{name: getattr(moe_reference, name) for name in names})
     from ppruntime.models.kernels import deep_gemm, grouped_gemm, moe_layout, quantize, swiglu
 
@@ -81,6 +83,7 @@ def expert_kernels(backend: ExpertBackend) -> ExpertKernels:
         own,
         grouped_gemm=deep_gemm.grouped_gemm,
         grouped_weight_grad=deep_gemm.grouped_weight_grad,
+        dense_columns=True,
     )
 
 

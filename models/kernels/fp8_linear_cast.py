@@ -13,7 +13,6 @@ Shape letters: N rows (tokens), P rows padded to 128, C channels = H heads of K,
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,10 +24,11 @@ from ppruntime.models.kernels.quantize import (
     columns_like,
     part_rows,
     pool_rows_like,
-    store_columns,
+    store_block,
     store_rows,
+    words_of,
 )
-from ppruntime.models.kernels.rounding import e4m3_words, reciprocal, to_bf16
+from ppruntime.models.kernels.rounding import e4m3_words, reciprocal_of_scale, to_bf16
 
 
 def can_turn(head_width: int, num_pairs: int) -> bool:
@@ -64,7 +64,7 @@ def _turn_tails(
 @triton.jit
 def _quantize_turned(
     x_ptr, tails_ptr, N, P, rows_ptr, row_scale_ptr, columns_ptr, column_scale_ptr,
-    C: tl.constexpr, K: tl.constexpr, TAIL: tl.constexpr,
+    C: tl.constexpr, K: tl.constexpr, TAIL: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
     column = tl.program_id(0) * 128
@@ -86,9 +86,9 @@ def _quantize_turned(
     store_rows(x3, rows_ptr, scales, rows3, column, C, False)
     largest = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
     scale = column_scale(tl.max(largest, axis=0), column_scale_ptr, block, column, C, False, False)
-    inverse = reciprocal(scale)[None, :]
+    inverse = reciprocal_of_scale(scale)[None, :]
     words = e4m3_words(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
-    store_columns(words, columns_ptr, block.to(tl.int64) * (C * 128), 128, column)
+    store_block(words, columns_ptr, block, column, P, C, DENSE)
 
 
 @triton.jit
@@ -99,17 +99,17 @@ def _part(start_ptr, pitch, rows, N):
 
 
 def quantize_turned(
-    x_NC: Tensor, cos_NR: Tensor, sin_NR: Tensor, *, head_width: int
+    x_NC: Tensor, cos_NR: Tensor, sin_NR: Tensor, *, head_width: int, dense: bool = False
 ) -> tuple[Quantized, Quantized]:
     """Rows (data [P, C], scale [C/128, P]) and columns (data [P/128, C, 128], scale [P/128, C]) of
     x with the last 2 R channels of each head turned by minus the angles. x is bf16 or fp32, cosines
-    and sines are fp32. Padding rows are zeros."""
+    and sines are fp32. Padding rows are zeros. `dense`: as in `quantize_routed`."""
     num_tokens, channels = x_NC.shape
     num_pairs = cos_NR.shape[-1]
     assert can_turn(head_width, num_pairs), (head_width, num_pairs)
     num_rows = -(-num_tokens // GROUP) * GROUP
     rows = pool_rows_like(x_NC, num_rows, channels)
-    columns = columns_like(x_NC, num_rows, channels, tile_scales=False)
+    columns = columns_like(x_NC, num_rows, channels, tile_scales=False, dense=dense)
     if num_rows:
         x_NC, num_heads = x_NC.contiguous(), channels // head_width
         tail = -(-2 * num_pairs // GROUP) * GROUP
@@ -122,7 +122,7 @@ def quantize_turned(
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         _quantize_turned[(channels // GROUP, num_rows // GROUP)](
-            x_NC, tails, num_tokens, num_rows, *rows, columns.data.view(torch.int32),
-            columns.scale, channels, head_width, tail, num_warps=8,
+            x_NC, tails, num_tokens, num_rows, *rows, words_of(columns.data),
+            columns.scale, channels, head_width, tail, dense, num_warps=8,
         )  # fmt: skip
     return rows, columns

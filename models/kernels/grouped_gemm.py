@@ -314,6 +314,9 @@ def grouped_weight_grad(
     assert 1 <= len(micro_batches) <= MOST_MICRO_BATCHES, len(micro_batches)
     assert accumulator_EAC.dtype is torch.float32, accumulator_EAC.dtype
     assert accumulator_EAC.is_contiguous(), accumulator_EAC.stride()
+    for left, right, _ in micro_batches:
+        assert left.data.is_contiguous(), "columns by blocks"
+        assert right.data.is_contiguous(), "columns by blocks"
     micro_batches = [operand for operand in micro_batches if operand.layout.num_rows]
     if not micro_batches:
         return

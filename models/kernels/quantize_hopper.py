@@ -73,13 +73,13 @@ def put_largest(largest_shared, x0, x1, x2, x3, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def store_columns(x0, x1, x2, x3, inverse, data_ptr, is_live, WARPS: gl.constexpr):
-    """Scales a tile's parts by `inverse` [1, 128] and stores them turned, as the 4,096 words that
-    begin at `data_ptr`."""
+def store_columns(x0, x1, x2, x3, inverse, data_ptr, pitch, is_live, WARPS: gl.constexpr):
+    """Scales a tile's parts by `inverse` [1, 128] and stores them turned: 32 words a channel, the
+    first at `data_ptr`, the next channel's `pitch` words on."""
     TURNED: gl.constexpr = turned_layout(WARPS)
     words = e4m3_words(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
     channels = gl.arange(0, 128, layout=gl.SliceLayout(0, TURNED))[None, :]
-    places = channels * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, TURNED))[:, None]
+    places = channels * pitch + gl.arange(0, 32, layout=gl.SliceLayout(1, TURNED))[:, None]
     gl.store(data_ptr + places, gl.convert_layout(words, TURNED), mask=(places >= 0) & is_live)
 
 
@@ -104,7 +104,7 @@ def quantize_routed_kernel(
     x_ptr, x_scale_ptr, pair_ptr, expert_ptr, P,
     rows_ptr, row_scale_ptr, columns_ptr, column_scale_ptr,
     C: gl.constexpr, PAIRS_PER_TOKEN: gl.constexpr, FP8_INPUT: gl.constexpr,
-    WITH_ROWS: gl.constexpr, POWER: gl.constexpr, WARPS: gl.constexpr,
+    WITH_ROWS: gl.constexpr, POWER: gl.constexpr, DENSE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """`quantize._quantize_routed` without scales of whole tiles."""
     TILE: gl.constexpr = tile_layout(WARPS)
@@ -148,5 +148,9 @@ def quantize_routed_kernel(
     gl.store(column_scale_ptr + block * C + column + own, scale, mask=(own >= 0) & is_live)
     inverse_shared.store(reciprocal_of_scale(scale)[None, :])
     inverse = inverse_shared.load(TILE)
-    turned_ptr = columns_ptr + first * (C // 4) + column * 32
-    store_columns(x0, x1, x2, x3, inverse, turned_ptr, is_live, WARPS)
+    if DENSE:
+        turned_ptr = columns_ptr + block * 32 + column.to(gl.int64) * (P // 4)
+        store_columns(x0, x1, x2, x3, inverse, turned_ptr, P // 4, is_live, WARPS)
+    else:
+        turned_ptr = columns_ptr + first * (C // 4) + column * 32
+        store_columns(x0, x1, x2, x3, inverse, turned_ptr, 32, is_live, WARPS)

@@ -186,9 +186,9 @@ def swiglu_backward_kernel(
         first = block.to(gl.int64) * (F * 32) + column * 32
         both = columns_ptr + (block.to(gl.int64) * (F * 64) + column * 32)
         inverse = inverse_shared.slice(0, 1).load(TILE)
-        store_columns(g0, g1, g2, g3, inverse, both, is_live, WARPS)
+        store_columns(g0, g1, g2, g3, inverse, both, 32, is_live, WARPS)
         inverse = inverse_shared.slice(1, 1).load(TILE)
-        store_columns(u0, u1, u2, u3, inverse, both + F * 32, is_live, WARPS)
+        store_columns(u0, u1, u2, u3, inverse, both + F * 32, 32, is_live, WARPS)
         inverse = inverse_shared.slice(2, 1).load(TILE)
-        store_columns(i0, i1, i2, i3, inverse, inner_ptr + first, is_live, WARPS)
+        store_columns(i0, i1, i2, i3, inverse, inner_ptr + first, 32, is_live, WARPS)
     async_copy.wait_group(0)

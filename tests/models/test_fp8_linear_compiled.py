@@ -43,6 +43,7 @@ def _compile_all():
             meta(tokens, latent), layout, with_rows=True, power_of_two=False
         )
         _, grads = quantize_turned(meta(tokens, outs), angles, angles, head_width=head_width)
+        quantize_turned(meta(tokens, outs), angles, angles, head_width=head_width, dense=True)
     with captured() as products:
         weights = Quantized(
             meta(1, outs, latent, dtype=torch.float8_e4m3fn),

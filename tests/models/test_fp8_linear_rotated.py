@@ -12,6 +12,7 @@ from ppruntime.models.kernels.fp8_linear_backends import (
     linear_kernels,
 )
 from ppruntime.models.kernels.fp8_linear_cast import quantize_turned
+from ppruntime.models.kernels.quantize import is_dense
 from ppruntime.models.kernels.rope import project_rotated
 from ppruntime.models.linear import Linear
 from ppruntime.models.rope import Rotation, rotate
@@ -79,6 +80,11 @@ def test_the_turning_cast_has_the_bytes_of_the_rotation_and_the_cast():
     kernels = linear_kernels(LinearBackend.REFERENCE)
     layout = dense_layout(70, x.device)
     expected = kernels.quantize_routed(back, layout, with_rows=True, power_of_two=False)
-    for a, b in zip(got, expected, strict=True):
+    dense = quantize_turned(
+        x.view(70, -1), *(angles[0] for angles in turn), head_width=256, dense=True
+    )
+    for a, b, c in zip(got, expected, dense, strict=True):
         assert torch.equal(values(a.data), values(b.data))
         assert torch.equal(a.scale, b.scale)
+        assert torch.equal(values(c.data), values(b.data))
+    assert is_dense(dense[1])

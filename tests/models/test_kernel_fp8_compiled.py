@@ -57,9 +57,11 @@ def _compile_all():
         moe_layout.gather_sum(meta(rows, hidden), layout, dtype=torch.bfloat16)
         for source, with_rows in ((x, True), (x8, False)):
             for routed in (quantize.TRITON_ROUTED, quantize.HOPPER_ROUTED):
-                quantize.quantize_routed(
-                    source, layout, with_rows=with_rows, power_of_two=True, tile=routed
-                )
+                for dense in (False, True):
+                    quantize.quantize_routed(
+                        source, layout, with_rows=with_rows, power_of_two=True, tile=routed,
+                        dense=dense,
+                    )  # fmt: skip
         quantize.quantize_blocks(meta(experts, hidden, width), transposed=True)
         quantize.transpose_blocks(weights)
         swiglu.swiglu(meta(rows, 2 * width), weight_NK, layout, 10.0, power_of_two=False)
@@ -82,7 +84,7 @@ def _compile_all():
         assert kernel.spills <= allowed, kernel
         assert kernel.narrow_accesses == 0, kernel
     by_name = {kernel.name: kernel for kernel in passes}
-    assert by_name["quantize_routed_kernel"].registers <= 64  # two programs of 16 warps
+    assert by_name["quantize_routed_kernel"].registers <= 80  # three programs of 8 warps
     assert by_name["swiglu_backward_kernel"].shared_bytes <= 227 * 1024
     for kernel in products:
         assert kernel.matrix_instructions > 0, kernel

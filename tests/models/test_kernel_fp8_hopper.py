@@ -9,6 +9,7 @@ from fp8_cases import ON_GPU, needed, random_routing
 from simulated_gluon import simulated
 
 from ppruntime.models.kernels import moe_layout, quantize, swiglu
+from ppruntime.models.kernels.fp8_linear_backends import dense_layout
 from ppruntime.models.kernels.quantize import Quantized
 from ppruntime.models.quantize import power_of_two_ceiling
 
@@ -104,6 +105,20 @@ def test_routed_rows_and_columns_have_the_triton_kernels_bytes(routing, fp8, pow
     )
     assert none is None
     assert same(needed(columns, layout), needed(found[0][1], layout))
+
+
+def test_columns_as_one_matrix_have_the_triton_kernels_bytes_too():
+    layout = dense_layout(300, torch.device("cpu"))
+    x = wide_range(300, 256)
+    found = [
+        quantize.quantize_routed(
+            x, layout, with_rows=True, power_of_two=False, dense=True, tile=tile
+        )
+        for tile in (quantize.HOPPER_ROUTED, quantize.TRITON_ROUTED)
+    ]
+    assert same(*(rows for rows, _ in found))
+    assert same(*(columns for _, columns in found))
+    assert all(quantize.is_dense(columns) for _, columns in found)
 
 
 def test_scales_of_whole_tiles_are_refused_by_the_gluon_kernel():

@@ -6,6 +6,7 @@ import torch
 from fp8_cases import DEVICE, ON_GPU, needed, random_routing, values
 
 from ppruntime.models.kernels import moe_layout, quantize
+from ppruntime.models.kernels.fp8_linear_backends import dense_layout
 from ppruntime.models.kernels.quantize import Quantized
 
 pytestmark = pytest.mark.gpu if ON_GPU else []
@@ -121,6 +122,22 @@ def test_routed_rows_and_columns_have_the_references_bytes(source, tile_scales, 
     )
     assert no_rows is None
     assert same(needed(again, layout), needed(columns, layout))
+
+
+@pytest.mark.parametrize("num_rows", [5, 128, 300])
+def test_columns_of_one_group_may_lie_as_one_matrix(num_rows):
+    layout = dense_layout(num_rows, torch.device(DEVICE))
+    x = wide_range(num_rows, 256, dtype=torch.bfloat16)
+    rows, columns = quantize.quantize_routed(x, layout, with_rows=True, power_of_two=False)
+    same_rows, dense = quantize.quantize_routed(
+        x, layout, with_rows=True, power_of_two=False, dense=True
+    )
+    assert same(same_rows, rows)
+    assert same(dense, columns)
+    matrix = quantize.as_matrix(dense).view(256, layout.num_rows).float()
+    assert torch.equal(matrix, columns.data.float().transpose(0, 1).flatten(1))
+    assert quantize.is_dense(dense)
+    assert quantize.is_dense(columns) == (layout.num_rows == 128)
 
 
 def test_columns_come_back_as_rows():
