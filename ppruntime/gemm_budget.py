@@ -20,8 +20,9 @@ from ppruntime.config import Config, ConfigError
 
 DEFAULT_CTAS = 4
 """Thread blocks of an nccl transfer where the config names no number. NCCL itself takes up to 32,
-and holds their multiprocessors while it waits for the peer: with 4, and `_HELD` times as many left
-free by GEMMs, a two-rank step took 0.88 of the time (H200, measurements.md)."""
+and holds their multiprocessors while it waits for the peer: with 4 a two-rank step took 0.93 of the
+time, and with `_HELD` times as many left free by GEMMs 0.95 of that (two H200s, two runs:
+pipeline-nccl-*.json)."""
 _HELD = 3
 """Transfers of a rank that GEMMs leave room for: two receives often wait, beside a send."""
 
