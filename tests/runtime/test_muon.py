@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import naive_muon
 import pytest
 import torch
 from torch import nn
@@ -33,18 +34,6 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def naive_newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
-    """Ten steps in fp64, written out."""
-    x = matrix.double()
-    y = x.T if x.shape[0] > x.shape[1] else x
-    y = y / y.norm()
-    for step in range(10):
-        a, b, c = (3.4445, -4.7750, 2.0315) if step < 8 else (2.0, -1.5, 0.5)
-        s = y @ y.T
-        y = a * y + b * s @ y + c * s @ s @ y
-    return y.T if x.shape[0] > x.shape[1] else y
-
-
 # --- Newton-Schulz --------------------------------------------------------------------------------
 
 
@@ -69,7 +58,7 @@ def test_newton_schulz_is_the_loop_in_fp64_and_a_batch_is_its_matrices(shape):
     batch = drawn(3, *shape)
     found = newton_schulz(batch, torch.float32)
     for matrix, result in zip(batch, found, strict=True):
-        assert (result - naive_newton_schulz(matrix)).norm() < 1e-5 * math.sqrt(min(shape))
+        assert (result - naive_muon.newton_schulz(matrix)).norm() < 1e-5 * math.sqrt(min(shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -94,7 +83,7 @@ def test_an_update_is_a_loop_over_blocks_of_rms_018_and_not_that_of_the_whole(
     start = 0
     for height in heights:
         rows = slice(start, start := start + height)
-        expected = 0.18 * math.sqrt(max(height, width)) * naive_newton_schulz(matrix[rows])
+        expected = 0.18 * math.sqrt(max(height, width)) * naive_muon.newton_schulz(matrix[rows])
         assert (found[rows] - expected).norm() < tolerance * expected.norm()
         # An orthogonal matrix has min(rows, columns) as its sum of squares.
         assert found[rows].square().mean().sqrt() == pytest.approx(0.18, rel=2e-2)
@@ -220,16 +209,6 @@ def test_rows_are_cut_as_torch_cuts_them():
 # --- balanced tables ------------------------------------------------------------------------------
 
 
-def naive_balanced(n: torch.Tensor) -> torch.Tensor:
-    """The V4.1 report's algorithm 1 from N on, in fp64."""
-    n = n.double()
-    norms = n.norm(dim=1)
-    u = torch.where((norms > 1e-3 * norms.mean()).unsqueeze(1), n, 0.0)
-    for step in range(1, 12):
-        u = u / (u.norm(dim=step % 2, keepdim=True) + 1e-20)
-    return math.sqrt(n.shape[1]) * u
-
-
 def balanced(grad: torch.Tensor) -> torch.Tensor:
     """The step of zero weights from zero momentum, whose N is a multiple of the gradient."""
     weight = torch.zeros_like(grad)
@@ -251,7 +230,7 @@ def test_the_balanced_step_has_the_golden_values():
         ],
         dtype=torch.float64,
     )
-    assert (naive_balanced(n) - expected).abs().max() < 1e-8
+    assert (naive_muon.balanced(n) - expected).abs().max() < 1e-8
     assert (balanced(n) - expected).abs().max() < 1e-6
 
 
@@ -267,7 +246,7 @@ def test_rows_are_balanced_and_faint_ones_stay(monkeypatch):
     torch.testing.assert_close(found[~still].norm(dim=1), torch.full((48,), math.sqrt(24.0)))
     columns = found.norm(dim=0)
     assert columns.max() < 1.02 * columns.min()
-    assert torch.allclose(found.double(), naive_balanced(grad), rtol=1e-5, atol=1e-7)
+    assert torch.allclose(found.double(), naive_muon.balanced(grad), rtol=1e-5, atol=1e-7)
     assert torch.allclose(balanced(grad * 1e-10), found, rtol=1e-5, atol=1e-7)
     assert not balanced(torch.zeros(3, 4)).any()
 
@@ -307,39 +286,6 @@ def gradient(name: str, step: int) -> torch.Tensor:
     return grad
 
 
-def naive_weights() -> dict[str, torch.Tensor]:
-    """Three steps in fp64, written out parameter by parameter."""
-    found = {}
-    for name, param in tiny_params().items():
-        w, rule = param.detach().double(), RULES[name]
-        m, v = torch.zeros_like(w), torch.zeros_like(w)
-        for step, lr in enumerate(LRS):
-            g = gradient(name, step).double()
-            if rule.decays:
-                w = w * (1 - lr * 0.1)
-            if rule.update is Update.ADAMW:
-                m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
-                t = step + 1
-                w = w - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
-            elif rule.update is Update.SINKHORN:
-                m = 0.95 * m + 0.05 * g
-                w = w - 0.18 * lr * rule.lr_factor * naive_balanced(0.95 * m + 0.05 * g)
-            else:
-                m = 0.95 * m + g
-                n = (0.95 * m + g).view(-1, *w.shape[-2:])
-                u = torch.zeros_like(n)
-                for matrix, out in zip(n, u, strict=True):
-                    start = 0
-                    for height in rule.heights:
-                        rows = slice(start, start := start + height)
-                        if matrix[rows].any():
-                            scale = 0.18 * math.sqrt(max(height, w.shape[-1]))
-                            out[rows] = scale * naive_newton_schulz(matrix[rows])
-                w = w - lr * u.view(w.shape)
-        found[name] = w
-    return found
-
-
 def run_steps(params, *, first=0, last=3, optimizer=None, dtype=torch.float32, mesh=None):
     optimizer = optimizer or make_muon(params, RULES, lr=1.0, dtype=dtype, **HYPER)
     for step in range(first, last):
@@ -355,11 +301,13 @@ def run_steps(params, *, first=0, last=3, optimizer=None, dtype=torch.float32, m
 
 
 def test_three_steps_are_those_of_a_loop_in_fp64():
-    params, expected = tiny_params(), naive_weights()
+    params, start = tiny_params(), tiny_params()
     run_steps(params)
     assert len({RULES[name].update for name in params}) == 3
     for name, param in params.items():
-        assert (param - expected[name]).abs().max() < 1e-5, name
+        grads = [gradient(name, step) for step in range(3)]
+        expected = naive_muon.trained(start[name].detach(), grads, RULES[name], LRS)
+        assert (param - expected).abs().max() < 1e-5, name
 
 
 def test_a_missing_gradient_is_zeros_to_muon_and_tables():
