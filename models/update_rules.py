@@ -54,7 +54,7 @@ def update_rule(dims: ModelDims, parameter: ParameterSpec) -> UpdateRule:
     """The rule of a parameter of a model with these sizes.
 
     The reports leave open: Engram's gate weights count as norm weights, which decay; the embedding
-    and the head of V4 models, which AdamW updates, do not decay.
+    and the head of V4 models, which AdamW updates, do not decay; several shared experts are one.
     """
     part, name = parameter.part, parameter.name
     if part is Part.ENGRAM_TABLE:

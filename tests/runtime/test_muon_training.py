@@ -43,6 +43,7 @@ MUON = (
 ONE = ("pp.size=1",)
 ALONE = (*ONE, "train.num_micro_batches=4")
 DP2 = (*ONE, "parallel.dp=2", "train.num_micro_batches=2")
+BF16 = "train.precision=bf16"
 EP2 = (*ONE, "parallel.ep=2", "train.num_micro_batches=2")
 V4 = (
     "model.name=tiny-v4",
@@ -145,18 +146,20 @@ def test_three_steps_of_a_run_are_those_of_a_loop_in_fp64(num_ranks, overrides, 
 # --- over cuts and data ranks ---------------------------------------------------------------------
 
 CUTS = {
-    "two ranks, inside a layer": (2, ("pp.size=2", "pp.layers_per_stage=[0.5, 1.5]")),
-    "weight gradients that wait, in a V": (2, ("pp.size=2", "pp.schedule=zb_v")),
+    "two ranks, inside a layer": (2, ("pp.size=2", "pp.layers_per_stage=[0.5, 1.5]"), 1, ONE),
+    "weight gradients that wait, in a V": (2, ("pp.size=2", "pp.schedule=zb_v"), 1, ONE),
+    "other owners of the matrices": (4, (*DP2, "pp.size=2"), 2, DP2),
+    "other owners, in bf16": (4, (*EP2, BF16, "pp.size=2"), 2, (*EP2, BF16)),
 }
 
 
 @pytest.mark.parametrize(
     "case", [next(iter(CUTS)), *(pytest.param(c, marks=pytest.mark.long) for c in [*CUTS][1:])]
 )
-def test_a_pipeline_has_the_losses_and_norms_of_one_process(case, tmp_path, run_ranks):
-    num_ranks, overrides = CUTS[case]
+def test_a_cut_has_the_losses_and_norms_of_one_stage(case, tmp_path, run_ranks):
+    num_ranks, overrides, num_others, others = CUTS[case]
     found = run(overrides, run_ranks, tmp_path / "cut", num_ranks)
-    expected = run(ONE, run_ranks, tmp_path / "one")
+    expected = run(others, run_ranks, tmp_path / "one", num_others)
     assert compare_metrics(found, expected).equal
 
 
