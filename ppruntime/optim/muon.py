@@ -71,5 +71,5 @@ def orthogonal_update(matrix: Tensor, heights: Sequence[int], dtype: torch.dtype
 
 
 def step_(weight: Tensor, update: Tensor, *, lr: float, decay: float) -> None:
-    """W <- W (1 - lr decay) - lr update, in place."""
+    """W <- W (1 - lr decay) - lr update, in place; `update` is used up."""
     weight.mul_(1 - lr * decay).sub_(update.to(weight.dtype).mul_(lr))

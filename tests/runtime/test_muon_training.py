@@ -143,6 +143,12 @@ def test_three_steps_of_a_run_are_those_of_a_loop_in_fp64(num_ranks, overrides, 
     assert muon[-1] < 2e-3
 
 
+def test_twenty_steps_learn(tmp_path, run_ranks):
+    metrics = run((*ONE, "train.steps=20", "optim.lr=1e-2"), run_ranks, tmp_path / "run")
+    losses = [step.loss for step in read_metrics(metrics)]
+    assert max(losses[-3:]) < losses[0] - 1
+
+
 # --- over cuts and data ranks ---------------------------------------------------------------------
 
 CUTS = {
