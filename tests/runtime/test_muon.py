@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ppruntime.models.dims import (
     PRESETS,
@@ -360,8 +360,6 @@ def sharded_steps(rank: int, num_ranks: int, dtype: torch.dtype) -> dict[str, to
     """Three steps with every parameter cut along its first axis; all weights, whole."""
     torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (num_ranks,))
-    from torch.distributed.tensor import Shard
-
     params = {
         name: nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)]))
         for name, param in tiny_params().items()
