@@ -20,12 +20,12 @@ from ppruntime.models.fp8_linear_rules import fp8_linears
 from ppruntime.models.kernel_limits import AttentionOp, Backend, misfit
 from ppruntime.models.parameters import ParameterSpec, Part
 from ppruntime.models.save_points import SavePoint
+from ppruntime.models.update_rules import update_rule
 from ppruntime.plan import StagePlan
 from ppruntime.recompute import kept_points
 
 _FP32 = 4
 _BF16 = 2
-_MOMENTS = 2
 _ROW_NUMBER = 4
 _DIFFERENTIABLE = ("streams", "mix", "kv", "trained_index_keys")
 """Carry fields whose gradient is sent back; the same as `carry.DIFFERENTIABLE`."""
@@ -42,8 +42,8 @@ class StateBytes:
     """fp32 sums over the step's micro-batches, and what FP8 experts hold of micro-batches whose
     weight gradients wait for a later one's."""
     optimizer: int
-    """AdamW's two moments (SignSGD has none), and fp32 masters where the weights are not the
-    masters themselves."""
+    """Moments (AdamW's two, the one of Muon and its tables, SignSGD has none), and fp32 masters
+    where the weights are not the masters themselves."""
     copies: int
     """Of `weights`, what is in FP8: of linears both ways, of experts as [moe.compute] says."""
 
@@ -58,7 +58,6 @@ def state_bytes(config: Config, stage: StagePlan) -> StateBytes:
     dims, compute = config.model.dims, config.moe.compute
     wide = config.train.precision == "fp32"
     sharded = not wide or config.parallel.num_data_ranks > 1
-    moments = _MOMENTS if config.optim.type == "adamw" else 0
     weights = gradients = optimizer = copies = 0
     for spec in stage.units:
         if compute.backend != "torch" and spec.kind is UnitKind.MOE:
@@ -66,6 +65,7 @@ def state_bytes(config: Config, stage: StagePlan) -> StateBytes:
         in_fp8 = fp8_linears(spec) if config.kernels.linear != "reference" else ()
         for parameter in unit_parameters(dims, spec):
             here, shard = _shares(config, parameter)
+            moments = _num_moments(config, parameter)
             if parameter.part is Part.ENGRAM_TABLE:
                 if config.engram.tables == "device":
                     weights += here * _FP32
@@ -126,8 +126,12 @@ def host_table_bytes(config: Config, stage: StagePlan) -> int:
     there."""
     if config.engram.tables == "device":
         return 0
-    moments = _MOMENTS if config.optim.type == "adamw" else 0
-    return (2 + moments) * table_bytes(config, stage)
+    return sum(
+        (2 + _num_moments(config, parameter)) * _shares(config, parameter)[0] * _FP32
+        for spec in stage.units
+        for parameter in unit_parameters(config.model.dims, spec)
+        if parameter.part is Part.ENGRAM_TABLE
+    )
 
 
 def lookup_bytes(config: Config, stage: StagePlan) -> int:
@@ -190,6 +194,17 @@ def gradient_bytes(config: Config, after: UnitSpec) -> int:
 def compute_dtype_name(config: Config) -> str:
     """The type of activations, by torch's name."""
     return "float32" if config.train.precision == "fp32" else "bfloat16"
+
+
+def _num_moments(config: Config, parameter: ParameterSpec) -> int:
+    """fp32 tensors of a parameter's shape that the optimizer keeps of it."""
+    match config.optim.type:
+        case "adamw":
+            return 2
+        case "sign_sgd":
+            return 0
+        case "muon":
+            return update_rule(config.model.dims, parameter).num_moments
 
 
 def _shares(config: Config, parameter: ParameterSpec) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,21 +13,23 @@ from torch.distributed.tensor import DTensor, Shard
 from ppruntime.apply_in_backward import ApplyInBackward
 from ppruntime.build import Pipeline
 from ppruntime.config import Config
-from ppruntime.config.keys import Optim
+from ppruntime.connect import compute_dtype
 from ppruntime.data.batches import Batches
 from ppruntime.memory_watch import MemoryWatch
 from ppruntime.messages import any_rank
 from ppruntime.models.carry import MicroBatch
-from ppruntime.models.dims import UnitKind, unit_specs
+from ppruntime.models.dims import UnitKind, UnitSpec, unit_parameters, unit_specs
 from ppruntime.models.dispatch import Checked
 from ppruntime.models.router import Router, updated_bias
+from ppruntime.models.update_rules import update_rule
 from ppruntime.nonfinite import Skips, is_finite
 from ppruntime.optim import clip_, global_norm, lr_at, make_adamw, set_lr, state_tensors
+from ppruntime.optim.muon_optimizer import make_muon
 from ppruntime.optim.sign_sgd import SignSGD, make_sign_sgd
 from ppruntime.ranks import Ranks
 from ppruntime.wrap import hold_gradients, reduce_grads
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum")
 """The optimizer's tensors that have their parameter's shape."""
 
 
@@ -68,7 +70,7 @@ class Trainer:
         self._split = (
             dict.fromkeys(pipeline.split, stage_mesh.get_group("ep")) if stage_mesh else None
         )
-        self._optimizer = make_optimizer(config.optim, pipeline.params)
+        self._optimizer = make_optimizer(config, pipeline.units)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All tensors of this rank that a checkpoint holds, by full name: weights, buffers such as
@@ -268,10 +270,30 @@ class Trainer:
         return loads
 
 
-def make_optimizer(optim: Optim, params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """The run's optimizer over this rank's parameters, given by full name."""
+def make_optimizer(
+    config: Config, units: Iterable[tuple[UnitSpec, nn.Module]]
+) -> torch.optim.Optimizer:
+    """The run's optimizer over the parameters of this rank's units."""
+    units, optim, dims = tuple(units), config.optim, config.model.dims
+    params = {f"{spec.name}.{n}": p for spec, unit in units for n, p in unit.named_parameters()}
     if optim.type == "sign_sgd":
         return make_sign_sgd(params, lr=optim.lr, weight_decay=optim.weight_decay)
+    if optim.type == "muon":
+        rules = {
+            f"{spec.name}.{parameter.name}": update_rule(dims, parameter)
+            for spec, _ in units
+            for parameter in unit_parameters(dims, spec)
+        }
+        return make_muon(
+            params,
+            rules,
+            lr=optim.lr,
+            momentum=optim.momentum,
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            dtype=compute_dtype(config),
+        )
     return make_adamw(
         params, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
     )

@@ -7,8 +7,7 @@ Under each field: what it means, its unit, why the default is what it is, and it
     changes numerics  other losses
     no numerics       does not touch a tensor that is trained
 
-Ranges and choices stand in the types; what concerns two keys at once is in `rules.py`, as is
-the list of what is not built yet.
+Ranges and choices stand in the types; what concerns two keys at once is in `rules.py`.
 """
 
 from __future__ import annotations
@@ -203,7 +202,9 @@ class Optim(Section, frozen=True):
 
     type: Literal["adamw", "sign_sgd", "muon"] = "adamw"
     """Update rule. sign_sgd moves every weight by lr against its gradient's sign and keeps no
-    state. Changes numerics."""
+    state. muon is DeepSeek's recipe: momentum of each matrix made orthogonal, in
+    train.precision, V4.1's embedding, head and Engram tables (these at 5 lr) balanced by rows and
+    columns, AdamW for norms and vectors. Changes numerics."""
     apply_in_backward: bool = False
     """sign_sgd: update a stage's weights as soon as its backwards are through and their gradients
     reduced, unit by unit, and free these. Bitwise."""
@@ -217,12 +218,16 @@ class Optim(Section, frozen=True):
         Annotated[float, Meta(ge=0, lt=1)],
         Annotated[float, Meta(ge=0, lt=1)],
     ] = (0.9, 0.95)
-    """Decay of the two moments. Changes numerics."""
+    """adamw, and what muon leaves to it: decay of the two moments. Changes numerics."""
     eps: Positive = 1e-8
-    """Added to the root of the second moment. Changes numerics."""
+    """adamw, and what muon leaves to it: added to the root of the second moment. DeepSeek trains
+    with 1e-20. Changes numerics."""
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.95
+    """muon: decay of momentum, a sum for matrices and an average for tables. Default: as DeepSeek
+    trains. Changes numerics."""
     weight_decay: NotNegative = 0.1
     """Decay of matrices that multiply activations, decoupled; embedding, head, Engram tables and
-    vectors have none. Changes numerics."""
+    vectors have none, but with muon norm and Engram gate weights do. Changes numerics."""
     clip_norm: Positive | None = None
     """Gradients are scaled down to this global norm. Default: never. Changes numerics."""
 

@@ -1,4 +1,4 @@
-"""What has to hold between the keys of a config, and which options are not built yet.
+"""What has to hold between the keys of a config.
 
 Rules of pipeline, experts, kernels and training stand in `*_rules.py`; here are those of the
 model and of paths, and how all are asked.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Set
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, cast
 
 from ppruntime.config.errors import show
@@ -26,26 +25,13 @@ _MOST_LAYERS = 4096
 _LARGEST_SIZE = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class _NotBuilt:
-    """A key of which only some values work so far."""
-
-    key: str
-    works: tuple[Any, ...]
-    remedy: str
-
-
-_NOT_BUILT = (_NotBuilt("optim.type", ("adamw", "sign_sgd"), 'use "adamw" or "sign_sgd"'),)
-
-
 def broken_rules(config: Config, wrong_keys: Set[str]) -> Iterator[Broken]:
     """The rules that `config` breaks.
 
     Keys in `wrong_keys` were refused and have made-up values: a rule that reads one says nothing.
     """
     guarded = cast(Config, _Guard(config, wrong_keys))
-    unbuilt: list[Rule] = [partial(_unbuilt, option) for option in _NOT_BUILT]
-    for rule in (*unbuilt, *_RULES):
+    for rule in _RULES:
         with suppress(_InDoubt):
             yield from rule(guarded)
 
@@ -70,12 +56,6 @@ class _Guard:
             return kind.fget(self)  # so that what the property reads is guarded too
         value = getattr(self._section, name)
         return _Guard(value, self._wrong_keys, f"{key}.") if isinstance(value, Section) else value
-
-
-def _unbuilt(option: _NotBuilt, config: Config) -> Iterator[Broken]:
-    value: Any = reduce(getattr, option.key.split("."), config)
-    if value not in option.works:
-        yield option.key, f"{option.key} = {show(value)} is not built yet; {option.remedy}"
 
 
 def _model(config: Config) -> Iterator[Broken]:

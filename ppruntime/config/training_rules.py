@@ -86,6 +86,16 @@ def _sign_sgd(config: Config) -> Iterator[Broken]:
         )
 
 
+def _muon(config: Config) -> Iterator[Broken]:
+    optim = config.optim
+    if optim.type != "muon" and optim.momentum != Optim().momentum:
+        yield (
+            "optim.momentum",
+            f"optim.momentum = {optim.momentum:g} has no effect on optim.type ="
+            f' {show(optim.type)}; leave it out, or use "muon"',
+        )
+
+
 def _nonfinite_max(config: Config) -> Iterator[Broken]:
     fault, key = config.fault, "fault.nonfinite_max"
     if fault.nonfinite != "skip" and fault.nonfinite_max != Fault().nonfinite_max:
@@ -139,6 +149,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     _made_up_data,
     _evaluation,
     _sign_sgd,
+    _muon,
     _nonfinite_max,
     _learning_rate,
     _learning_rate_warmup,

@@ -6,7 +6,7 @@ its own: the result is bitwise the same however the model is cut over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,10 @@ def make_adamw(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
     weight_decay: float = 0.1,
+    decays: Callable[[str, Sequence[int]], bool] = decays,
 ) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) over the parameters that need a gradient.
+    `decays(name, shape)` says which decay.
 
     There are groups with and without decay, of whole tensors and of those sharded over each mesh;
     any may be empty, so a rank without parameters is no special case. A fused update takes no

@@ -125,10 +125,9 @@ def optimizer_row(config: Config, ranks: Ranks, samples: int) -> PerStep:
     )
     spec = next(s for s in unit_specs(dims) if s.layer is not None)
     stage = _stage(config, _alone(spec), ranks)
-    params = dict(stage.units.named_parameters())
-    for param in params.values():
+    for param in stage.units.parameters():
         param.grad = torch.randn_like(param) * 1e-3
-    optimizer = make_optimizer(config.optim, params)
+    optimizer = make_optimizer(config, [(spec, *stage.units)])
     seconds, _ = median_and_p95(timed(optimizer.step, samples, ranks.device))
     here = _num_parameters((spec,))
     most = max(_num_parameters(each.units) for each in plan)

@@ -16,8 +16,11 @@ from ppruntime.models.dims import (
     UnitSpec,
     boundary_bytes,
     forward_flops_per_token,
+    unit_parameters,
     unit_specs,
 )
+from ppruntime.models.parameters import Part
+from ppruntime.models.update_rules import newton_schulz_flops, update_rule
 from ppruntime.projection.calibration import (
     Calibration,
     HeldBytes,
@@ -147,7 +150,8 @@ def kernel_calibration(config: Config, kernels: Kernels, transport: str) -> Cali
 
 
 def per_step_rows(config: Config, kernels: Kernels) -> tuple[PerStep, ...]:
-    """Of the busiest rank: quantising its experts' weights, the optimizer by bytes, the norm."""
+    """Of the busiest rank: quantising its experts' weights, the optimizer by bytes and FLOPs, the
+    norm."""
     dims = config.model.dims
     most_blocks = max(1, -(-dims.num_layers // config.pp.size))
     per_block = _expert_parameters(dims) / config.parallel.ep
@@ -160,13 +164,39 @@ def per_step_rows(config: Config, kernels: Kernels) -> tuple[PerStep, ...]:
             origin="modelled",
             source=f"{most_blocks} MoE blocks x measured {1e3 * kernels.experts.quantise_s:.2f} ms",
         ),
-        PerStep(
-            name="optimizer",
-            seconds=28 * shard / kernels.memory_bytes_per_s,
-            origin="modelled",
-            source="28 bytes of each of a rank's own parameters at the copy rate (AdamW)",
-        ),
+        _optimizer_row(config, kernels, shard, most_blocks),
         PerStep(name="norm", seconds=0.01, origin="assumed", source="one all-reduce of all ranks"),
+    )
+
+
+_UPDATE_BYTES = {"adamw": 28, "sign_sgd": 12, "muon": 100}
+"""Read and written to update a parameter: AdamW and SignSGD in one pass, Muon in one for each
+operation, its products apart."""
+
+
+def _optimizer_row(
+    config: Config, kernels: Kernels, num_parameters: float, num_blocks: int
+) -> PerStep:
+    """The update of a rank's own experts, so many parameters in all of `num_blocks` layers."""
+    kind, parallel = config.optim.type, config.parallel
+    seconds = _UPDATE_BYTES[kind] * num_parameters / kernels.memory_bytes_per_s
+    source = f"{_UPDATE_BYTES[kind]} bytes of each of a rank's own parameters at the copy rate"
+    if kind == "muon":
+        flops = _orthogonalise_flops(config.model.dims) * num_blocks / (parallel.dp * parallel.ep)
+        seconds += flops / kernels.bf16_flops
+        source += f", {flops:.2e} FLOPs of Newton-Schulz at the measured bf16 rate"
+    return PerStep(
+        name="optimizer", seconds=seconds, origin="modelled", source=f"{source} ({kind})"
+    )
+
+
+def _orthogonalise_flops(dims: ModelDims) -> float:
+    """For all routed experts of a layer."""
+    spec = next(unit for unit in unit_specs(dims) if unit.kind is UnitKind.MOE)
+    return sum(
+        p.shape[0] * newton_schulz_flops(update_rule(dims, p), p.shape[-1])
+        for p in unit_parameters(dims, spec)
+        if p.part is Part.EXPERTS
     )
 
 

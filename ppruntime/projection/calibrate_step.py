@@ -79,7 +79,7 @@ class _Step:
     def __init__(self, config: Config, ranks: Ranks, pipeline: Pipeline) -> None:
         self._config, self._ranks, self._pipeline = config, ranks, pipeline
         self._units = [unit for _, unit in pipeline.units]
-        self._optimizer = make_optimizer(config.optim, pipeline.params)
+        self._optimizer = make_optimizer(config, pipeline.units)
         mesh = ranks.stage_mesh
         self._split = dict.fromkeys(pipeline.split, mesh.get_group("ep")) if mesh else None
         modules = [module for unit in self._units for module in unit.modules()]

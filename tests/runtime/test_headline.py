@@ -10,7 +10,12 @@ import pytest
 
 from ppruntime.config import load
 from ppruntime.models.dims import UnitKind, preset, unit_specs
-from ppruntime.projection.calibrate_kernels import kernel_calibration, remote_copies, unit_pieces
+from ppruntime.projection.calibrate_kernels import (
+    kernel_calibration,
+    per_step_rows,
+    remote_copies,
+    unit_pieces,
+)
 from ppruntime.projection.headline import (
     H200_BYTES,
     RESERVED_BYTES,
@@ -172,3 +177,22 @@ def test_a_measured_moe_half_takes_the_place_of_modelled_products_around_the_exp
     assert around.origin is Origin.MEASURED
     names = {p.name for p in unit_pieces(config, spec, "none", without)}
     assert names == {"experts", "dispatch", "dense", "streams and norms"}
+
+
+def test_the_update_is_counted_by_its_rule_and_muon_s_products_outweigh_its_bytes():
+    kinds = {"adamw": (), "muon": (), "sign_sgd": ("optim.clip_norm=default",)}
+    rows = {
+        kind: per_step_rows(run(f"optim.type={kind}", *more), KERNELS)[1]
+        for kind, more in kinds.items()
+    }
+    assert {row.name for row in rows.values()} == {"optimizer"}
+    assert rows["adamw"].seconds / rows["sign_sgd"].seconds == pytest.approx(28 / 12)
+    by_bytes = rows["adamw"].seconds * 100 / 28
+    # Three layers of an expert rank's experts, three matrices each, over the data ranks.
+    config = run()
+    dims, parallel = config.model.dims, config.parallel
+    small, large = dims.expert_width, dims.hidden_size
+    flops = 3 * 3 * dims.num_experts * 10 * (4 * small**2 * large + 2 * small**3)
+    flops /= parallel.dp * parallel.ep
+    assert rows["muon"].seconds == pytest.approx(by_bytes + flops / KERNELS.bf16_flops)
+    assert flops / KERNELS.bf16_flops > 3 * by_bytes
