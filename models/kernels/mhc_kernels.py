@@ -517,8 +517,9 @@ def read_backward_kernel(
     mix's, where wanted.
 
     Registers decide. The gradients of all streams stay in them while one stream after the other is
-    made, so a thread has eight elements of each, and addresses are 32 bits from the first token's:
-    128 registers, and two programs a multiprocessor, of which one loads while the other works.
+    made, so a thread has eight elements of each and one token, and addresses are 32 bits from the
+    first token's: 128 registers, and two programs a multiprocessor, of which one loads while the
+    other works.
 
     `one` is 1.0: a product that starts from another one has all warps make the whole of that."""
     share = tl.program_id(0)
@@ -539,9 +540,13 @@ def read_backward_kernel(
     left_low = _operand(_left(operand_ptr, tokens, inside, low, C))
     left_high = _operand(_left(operand_ptr, tokens, inside, high, C))
     through_rms = tl.load(through_rms_ptr + tokens, mask=inside, other=0.0)[:, None]
-    dmix = ()
-    for _i in tl.static_range(S):
+    mix, comb, dmix = (), (), ()
+    for i in tl.static_range(S):
+        mix = mix + (tl.load(mix_ptr + tokens * S + i, mask=inside, other=0.0),)
         dmix = dmix + (tl.zeros([BT], tl.float32),)
+        for j in tl.static_range(S):
+            at = tokens * (S * S) + i * S + j
+            comb = comb + (tl.load(comb_ptr + at, mask=inside, other=0.0),)
     for step in range((D + SHARES * BK - 1) // (SHARES * BK)):
         channels = (step * SHARES + share) * BK + tl.arange(0, BK)
         in_row = channels < D
@@ -558,15 +563,15 @@ def read_backward_kernel(
             if i + 1 < S:
                 next_x = tl.load(streams_ptr + (i + 1) * D + offsets, mask=mask, other=0.0)
             weight = _right(parts_ptr + i * D, low, channels, in_row, C, S * D)
-            dx = one * tl.dot(left_low, weight, input_precision="ieee")
+            product = one * tl.dot(left_low, weight, input_precision="ieee")
             weight = _right(parts_ptr + i * D, high, channels, in_row, C, S * D)
-            dx += one * tl.dot(left_high, weight, input_precision="ieee")
+            product += one * tl.dot(left_high, weight, input_precision="ieee")
+            # The product comes last: what it is added to takes its layout, and has to be turned.
             wide, dwide = x.to(tl.float32), dz.to(tl.float32)
-            mix = tl.load(mix_ptr + tokens * S + i, mask=inside, other=0.0)[:, None]
-            dx += through_rms * wide + mix * dwide
+            dx = through_rms * wide + mix[i][:, None] * dwide
             for j in tl.static_range(S):
-                comb = tl.load(comb_ptr + tokens * (S * S) + i * S + j, mask=inside, other=0.0)
-                dx += comb[:, None] * douts[j].to(tl.float32)
+                dx += comb[i * S + j][:, None] * douts[j].to(tl.float32)
+            dx += product
             tl.store(dstreams_ptr + i * D + offsets, _cast(dx, dstreams_ptr), mask=mask)
             if dmix_ptr is not None:
                 new_dmix = new_dmix + (dmix[i] + tl.sum(dwide * wide, 1),)
