@@ -46,13 +46,15 @@ from ppruntime.models.norm import RMSNorm
 
 _PROJECT = (64, 64, 4, 4)
 """Tokens and channels of a step where streams are projected, warps, steps in flight."""
+_PROJECT_REGISTERS = 168
+"""At the most: three programs of four warps then share a multiprocessor."""
 _BACK = (64, 32, 8, 2)
 """The same where the projection's gradient meets the weights, of all streams."""
 _WEIGHT_GRAD = (64, 128, 4, 3)
 """The same where it meets the streams."""
 _ROW_BLOCK = 1024
 """Channels that one program works on at a time where streams are only weighed."""
-_SHARE = 1280
+_SHARE = 1024
 """Channels of each stream that one program takes at the most: a program per block of tokens would
 leave most of a GPU's memory lanes idle."""
 _BACK_SHARE = 640
@@ -194,7 +196,7 @@ def _read(
             streams, None if mix is None else mix.contiguous(), _parts(weight, streams), z,
             partial, squares, num_tokens, 1.0, num_streams, width, 3 * num_coefficients,
             *_low_and_high(3 * num_coefficients), tokens, channels, shares,
-            num_warps=num_warps, num_stages=num_stages,
+            num_warps=num_warps, num_stages=num_stages, maxnreg=_PROJECT_REGISTERS,
         )  # fmt: skip
         num_blocks = -(-num_tokens // _COEFFICIENT_TOKENS)
         to_norm = (None,) * 4 if mix is None else (streams, z, gain, x)

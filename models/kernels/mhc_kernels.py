@@ -110,50 +110,56 @@ def project_kernel(
     parts of the weights and of the sum of squares, and with a mix their collapse.
 
     Programs that run at the same time read neighbouring channels, longer pieces of memory together
-    than each by itself.
+    than each by itself. Three fit a multiprocessor, at 168 registers: so squares are summed at each
+    step, addresses have 32 bits from the first token's, and rows' ends cost nothing if there are
+    none.
 
     `one` is 1.0. A product that only goes into the next one would run on while the next steps'
     streams are loaded, and Triton 3.6 has them written over those that it still reads, because the
     squares read them too; what is multiplied first is waited for."""
     share = tl.program_id(0)
-    tokens = (tl.program_id(1) * BT + tl.arange(0, BT)).to(tl.int64)
-    inside = tokens < num_tokens
+    before = (tl.program_id(1) * BT).to(tl.int64)
+    tokens = tl.arange(0, BT)
+    inside = tokens < num_tokens - tl.program_id(1) * BT
+    streams_ptr += before * (S * D)
+    z_ptr += before * D
+    if mix_ptr is not None:
+        mix_ptr += before * S
     low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)
+    all_in_row: tl.constexpr = D % (SHARES * BK) == 0
     acc_low = tl.zeros([BT, LOW], tl.float32)
     acc_high = tl.zeros([BT, HIGH], tl.float32)
-    squares = tl.zeros([BT, BK], tl.float32)
+    squares = tl.zeros([BT], tl.float32)
     z = tl.zeros([BT, BK], tl.float32)
     # One loop over channels and streams: every step loads a tile of each operand ahead.
     for step in range((D + SHARES * BK - 1) // (SHARES * BK) * S):
         i = step % S
         channels = (step // S * SHARES + share) * BK + tl.arange(0, BK)
         in_row = channels < D
-        mask = inside[:, None] & in_row[None, :]
+        mask, of_low, of_high = inside[:, None], (low < ROWS)[None, :], (high < ROWS)[None, :]
+        if not all_in_row:
+            mask = mask & in_row[None, :]
+            of_low, of_high = of_low & in_row[:, None], of_high & in_row[:, None]
         x = tl.load(
             streams_ptr + tokens[:, None] * (S * D) + i * D + channels[None, :],
             mask=mask, other=0.0,
         )  # fmt: skip
         weights = parts_ptr + i * D + channels[:, None]
-        weight = tl.load(
-            weights + low[None, :] * (S * D),
-            mask=in_row[:, None] & (low < ROWS)[None, :], other=0.0,
-        )  # fmt: skip
+        weight = tl.load(weights + low[None, :] * (S * D), mask=of_low, other=0.0)
         acc_low += one * tl.dot(_operand(x), _operand(weight), input_precision="ieee")
-        weight = tl.load(
-            weights + high[None, :] * (S * D),
-            mask=in_row[:, None] & (high < ROWS)[None, :], other=0.0,
-        )  # fmt: skip
+        weight = tl.load(weights + high[None, :] * (S * D), mask=of_high, other=0.0)
         acc_high += one * tl.dot(_operand(x), _operand(weight), input_precision="ieee")
         wide = x.to(tl.float32)
-        squares += wide * wide
+        squares += tl.sum(wide * wide, 1)
         if mix_ptr is not None:
             mix = tl.load(mix_ptr + tokens * S + i, mask=inside, other=0.0)
-            z = mix[:, None] * wide + tl.where(i == 0, 0.0, z)
+            z += mix[:, None] * wide
             if i == S - 1:
                 places = tokens[:, None] * D + channels[None, :]
                 tl.store(z_ptr + places, _cast(z, z_ptr), mask=mask)
-    part = share * num_tokens.to(tl.int64) + tokens
-    tl.store(squares_ptr + part, tl.sum(squares, 1), mask=inside)
+                z = tl.zeros([BT, BK], tl.float32)
+    part = share * num_tokens.to(tl.int64) + before + tokens
+    tl.store(squares_ptr + part, squares, mask=inside)
     rows = partial_ptr + part[:, None] * ROWS
     tl.store(rows + low[None, :], acc_low, mask=inside[:, None] & (low < ROWS)[None, :])
     tl.store(rows + high[None, :], acc_high, mask=inside[:, None] & (high < ROWS)[None, :])
