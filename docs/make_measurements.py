@@ -33,7 +33,8 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
 - Built after the day's last GPU minute: `kernels.compressor`; the packages' attention, which turns
   output and gradient where they lie in its backward (layers-halves.json turns a copy of the
   gradient); 168 registers as the default of weight gradients (moe-experts.json has them as a
-  variant). FP8 linears were not measured since their casts got faster.
+  variant); mHC's backward that mixes the gradient in `read`'s, and its forward in one launch less.
+  FP8 linears were not measured since their casts got faster.
 - `bench memory` (copies while a matmul runs: 54 GB/s one way, 46 both ways, in a run whose knobs
   did not fit), `bench kernels`, calibrations, runs with `validate-run`.
 - Of the GPU tests: stress and faults of the transports, most of expert parallelism over two GPUs

@@ -2,24 +2,26 @@
 
 `read` makes of the streams, in one pass over them, a sublayer's normed input and its coefficients:
 the projection and the rms, sigmoids and Sinkhorn, the collapse. `write` makes the streams after it.
-`write`'s backward mixes the gradient of its result; `read`'s adds what comes through collapse,
-projection and rms, and stores the sum.
+The streams' gradient is formed once: `write` hands back the gradient of its result as it came, and
+`read`'s backward mixes it and adds what comes through collapse, projection and rms. So the handle
+that `read` gives to `write` is for `write` alone, with the coefficients that came with it.
 
 Bytes per unit of V4.1 at N = 8,192 tokens in bf16 (streams 335.5 MB, one of width D 83.9 MB):
 
-    read             streams, z out and in, x out                         0.587 GB
-    write            streams, y, streams out                              0.755 GB
+    projection, collapse   streams, z out                                 0.419 GB
+    coefficients, norm     z, x out                                       0.168 GB
+    write                  streams, y, streams out                        0.755 GB
     forward                                                               1.342 GB
-    write, backward  gradient, streams, y, dy out, gradient out           1.174 GB
-    norm, backward   dx, z, dz out                                        0.252 GB
-    read, backward   gradient, streams, dz, gradient out                  1.091 GB
-    backward                                                              2.517 GB
-    weight gradient  streams (may be put off)                             0.336 GB
+    write, backward        gradient, streams, y, dy out                   0.839 GB
+    norm, backward         dx, z, dz out                                  0.252 GB
+    read, backward         gradient, streams, dz, gradient out            1.091 GB
+    backward                                                              2.181 GB
+    weight gradient        streams (may be put off)                       0.336 GB
 
+Parts of sums are 0.03 GB of it more forward, the weight's three parts 5 MB in either direction.
 Were `write` and the next unit's `read` one pass, it would be 0.84 and 1.26 GB: that needs the next
 unit's weights in this one, which units that are cut, sharded and recomputed one by one do not have.
-Mixed in `read`'s backward, the gradient would be written once, 0.34 GB less: but there gradients of
-four streams and a product want registers at once, and it was slower by more than that.
+The norm's gradient made in `read`'s backward would save dz, and cost reading dx and z once more.
 
 For the backward stay z, y, the projection, two rms and the coefficients: 168 MB + 1.6 MB; V4, whose
 mix is its own coefficients, reads the streams once more in either direction.
