@@ -49,9 +49,10 @@ from ppruntime.models.norm import RMSNorm
 _PROJECT = (64, 64, 4, 4)
 """Tokens and channels of a step where streams are projected, warps, steps in flight."""
 _PROJECT_REGISTERS = 168
-"""At the most: three programs of four warps then share a multiprocessor."""
+"""At the most, up to four streams: three programs of four warps then share a multiprocessor."""
 _BACK = (64, 32, 8, 2)
-"""The same where the projection's gradient meets the weights, of all streams."""
+"""The same where the projection's gradient meets the weights, of all streams. Eight streams' do not
+fit a multiprocessor twice: there, one step in flight."""
 _WEIGHT_GRAD = (64, 128, 4, 3)
 """The same where it meets the streams."""
 _ROW_BLOCK = 1024
@@ -198,7 +199,8 @@ def _read(
             streams, None if mix is None else mix.contiguous(), _parts(weight, streams), z,
             partial, squares, num_tokens, 1.0, num_streams, width, 3 * num_coefficients,
             *_low_and_high(3 * num_coefficients), tokens, channels, shares,
-            num_warps=num_warps, num_stages=num_stages, maxnreg=_PROJECT_REGISTERS,
+            num_warps=num_warps, num_stages=num_stages,
+            maxnreg=_PROJECT_REGISTERS if num_streams <= 4 else None,
         )  # fmt: skip
         num_blocks = -(-num_tokens // _COEFFICIENT_TOKENS)
         to_norm = (None,) * 4 if mix is None else (streams, z, gain, x)
@@ -320,7 +322,7 @@ def _read_backward(
         dout, dz, streams, mix, comb.contiguous(), operand, through_rms, _parts(weight, streams),
         dstreams, dmixes, num_tokens, 1.0, num_streams, width, num_coefficients,
         *_low_and_high(3 * num_coefficients), tokens, channels, shares,
-        num_warps=num_warps, num_stages=num_stages,
+        num_warps=num_warps, num_stages=num_stages if num_streams <= 4 else 1,
     )  # fmt: skip
     if dmixes is not None:
         dmix = dmixes.sum(0)

@@ -264,6 +264,7 @@ def test_kernels_compile_for_hopper_without_spills():
     assert len(kernels_of) == 23
     for name, kernel in kernels_of.items():
         assert kernel["spills"] == 0, name
+        assert kernel["shared_bytes"] <= 227 * 1024, name
         # The coefficients' gradients are 96 bytes a token.
         allowed = 4 if kernel["name"] == "coefficients_backward_kernel" else 0
         assert kernel["narrow_accesses"] <= allowed, name
@@ -287,3 +288,16 @@ def test_at_full_width_on_a_gpu(width, own, tokens):
         assert error < 2.5 * allowed + 1.5e-4
     again = case.results(FUSED)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not on_gpu, reason="needs a GPU")
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("streams", [2, 8])
+def test_other_numbers_of_streams_on_a_gpu(streams, own):
+    case = Case(tokens=(1, 333), width=1024, streams=streams, dtype=torch.bfloat16, own=own)
+    found, expected = case.results(FUSED), case.expected()
+    for error, allowed in zip(
+        distances(found, expected), distances(case.results(REFERENCE), expected), strict=True
+    ):
+        assert error < 2.5 * allowed + 1.5e-4
