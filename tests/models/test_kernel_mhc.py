@@ -104,6 +104,8 @@ def distances(found: list[Tensor], expected: list[Tensor]) -> list[float]:
         {"streams": 2, "width": 130, "tokens": (1, 17), "iters": 2},
         {"scale": 3e4, "iters": 2},
         {"scale": 1e-9, "iters": 1, "own": True},
+        {"streams": 8, "width": 24, "tokens": (1, 3), "iters": 2},
+        {"width": 64, "tokens": (1, 1), "iters": 2},
     ],
     ids=str,
 )
@@ -117,18 +119,42 @@ def test_in_fp32_all_results_are_fp64s_to_fp32s_last_bits(options):
 
 @interpreted
 @pytest.mark.parametrize("own", [False, True])
-def test_parts_of_the_channels_and_tokens_add_up(own, monkeypatch):
-    monkeypatch.setattr("ppruntime.models.kernels.mhc._SHARE", 64)
-    monkeypatch.setattr("ppruntime.models.kernels.mhc._TOKEN_SHARE", 16)
-    case = Case(tokens=(1, 35), width=130, iters=2, own=own)
+@pytest.mark.parametrize("width", [128, 130])  # blocks of channels that end with a row, or past it
+def test_parts_of_the_channels_and_tokens_add_up(own, width, monkeypatch):
+    sizes = {"_SHARE": 64, "_BACK_SHARE": 64, "_TOKEN_SHARE": 16, "_SUM_ROWS": 2, "_SUM_BLOCK": 64}
+    for name, size in {**sizes, "_COEFFICIENT_TOKENS": 4}.items():
+        monkeypatch.setattr(f"ppruntime.models.kernels.mhc.{name}", size)
+    case = Case(tokens=(1, 35), width=width, iters=2, own=own)
     errors = distances(case.results(FUSED), case.expected())
     assert max(errors) < 3e-6, errors
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_in_bf16_errors_are_the_references_own(own):
+@interpreted
+def test_the_handle_gets_the_results_gradient_as_it_came():
+    """Which `read` mixes: the gradient of all streams is written once."""
+    case = Case(dtype=torch.bfloat16)
+    _, handle, coefficients = FUSED.read(case.connection, case.norm, case.streams, case.mix)
+    y = torch.randn_like(handle[..., 0, :]).requires_grad_()
+    dout = case.douts[0].bfloat16()
+    dhandle, _ = torch.autograd.grad(FUSED.write(handle, y, coefficients), (handle, y), dout)
+    assert torch.equal(dhandle, dout)
+
+
+@interpreted
+def test_a_sublayer_that_nothing_is_written_after_has_gradients():
+    case = Case()
+    x, _, _ = FUSED.read(case.connection, case.norm, case.streams, case.mix)
+    expected, _, _ = REFERENCE.read(case.connection, case.norm, case.streams, case.mix)
+    inputs = [case.streams, case.mix, case.norm.weight]
+    found = torch.autograd.grad(x, inputs, torch.ones_like(x))
+    grads = torch.autograd.grad(expected, inputs, torch.ones_like(x))
+    assert max(distances(list(found), list(grads))) < 3e-6
+
+
+@pytest.mark.parametrize(("own", "scale"), [(False, 1.0), (True, 1.0), (False, 1e4)])
+def test_in_bf16_errors_are_the_references_own(own, scale):
     tokens, width = ((2, 300), 1000) if on_gpu else ((1, 2), 72)
-    case = Case(tokens=tokens, width=width, dtype=torch.bfloat16, own=own)
+    case = Case(tokens=tokens, width=width, dtype=torch.bfloat16, own=own, scale=scale)
     expected = case.expected()
     found, reference = case.results(FUSED), case.results(REFERENCE)
     assert [f.dtype for f in found] == [r.dtype for r in reference]
@@ -235,12 +261,16 @@ def test_kernels_compile_for_hopper_without_spills():
     )
     assert run.returncode == 0, run.stdout + run.stderr
     kernels_of = json.loads(run.stdout)
-    assert len(kernels_of) == 21
+    assert len(kernels_of) == 23
     for name, kernel in kernels_of.items():
         assert kernel["spills"] == 0, name
+        assert kernel["shared_bytes"] <= 227 * 1024, name
         # The coefficients' gradients are 96 bytes a token.
         allowed = 4 if kernel["name"] == "coefficients_backward_kernel" else 0
         assert kernel["narrow_accesses"] <= allowed, name
+        # Three programs of 128 threads on a multiprocessor, two of 256.
+        most = {"project_kernel": 168, "read_backward_kernel": 128}
+        assert kernel["registers"] <= most.get(kernel["name"], 255), name
 
 
 @pytest.mark.gpu
@@ -258,3 +288,16 @@ def test_at_full_width_on_a_gpu(width, own, tokens):
         assert error < 2.5 * allowed + 1.5e-4
     again = case.results(FUSED)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not on_gpu, reason="needs a GPU")
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("streams", [2, 8])
+def test_other_numbers_of_streams_on_a_gpu(streams, own):
+    case = Case(tokens=(1, 333), width=1024, streams=streams, dtype=torch.bfloat16, own=own)
+    found, expected = case.results(FUSED), case.expected()
+    for error, allowed in zip(
+        distances(found, expected), distances(case.results(REFERENCE), expected), strict=True
+    ):
+        assert error < 2.5 * allowed + 1.5e-4
