@@ -20,7 +20,6 @@ LARGE = 335_544_320
 NOT_RUN = """## Not run, and what is known to be wrong with a record
 
 - Anything between hosts: `put` over InfiniBand, `nccl` over a network. More than two GPUs.
-<<<<<<< HEAD
 - Of the pipeline bench: Async1F1B over nccl and without transfers at today's speed, torch's
   DualPipeV (the run before, with slower layers, had it at 1.09 x ours). Gradients' digests differ
   wherever attention adds up its keys' gradients by atomics; pipeline-bits.json has the ordered
@@ -34,26 +33,12 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
 - moe-ep2-all.json and moe-ep2-both.json are older than the fused layer's plan on the device and the
   faster FP8 passes; moe-ep2.json has both, without the phases by themselves.
 - After the last GPU minute: tails of attention's output turned and kept in one pass
-  (layers-halves.json has two), expected to take 0.3 ms off every half by packages.
+  (layers-halves.json has two) and columns of dense linears made as deep_gemm takes them, expected
+  to take 0.3 and 0.2 ms off a half by packages; mHC's backward that mixes the gradient in `read`'s
+  (0.34 GB less); weight gradients of three and four micro-batches in one launch; `optim.type =
+  "muon"`.
 - compute-sanitizer's racecheck of mHC reports one place, `coefficients_backward_kernel`: threads
   that hold copies of the same sum write it to the same word. It was looked at, not removed.
-=======
-- Of the pipeline bench: M = 32, torch's 1F1B, the stand-in for InfiniBand. pipeline.json was made
-  with atomic sums in attention's backward, so its gradients' digests differ, and fed DualPipeV's
-  timeline with I + W for a whole backward, which misses by 2.5 %; pipeline-torch.json has it right.
-  pipeline-bits.json has equal digests for copy_engine and put and ended before nccl.
-- pipeline-torch.json has two sets of losses at M = 16 where there must be one. mHC's projection of
-  that day wrote over an operand that a product was still reading, now and then (mended, and looked
-  for in every kernel by `make kernels`). The projection has waited for its products since; layers,
-  parts and pipelines were not measured again.
-- layer-parts.json: the errors of gated, layerscale and Engram's gate compare gradients of different
-  inputs (the bench's fault, mended); their tests hold the kernels to the references.
-- Built after the day's last GPU minute: `kernels.compressor`; the packages' attention, which turns
-  output and gradient where they lie in its backward (layers-halves.json turns a copy of the
-  gradient); 168 registers as the default of weight gradients (moe-experts.json has them as a
-  variant); mHC's backward that mixes the gradient in `read`'s, and its forward in one launch less.
-  FP8 linears were not measured since their casts got faster.
->>>>>>> h5
 - `bench memory` (copies while a matmul runs: 54 GB/s one way, 46 both ways, in a run whose knobs
   did not fit), `bench kernels`, calibrations, runs with `validate-run`, 10,000 random transfers.
 - Of the GPU tests that train over two GPUs: most of expert parallelism, and the fused layer's last
