@@ -45,6 +45,7 @@ from ppruntime.gemm_budget import with_gemm_budget
 from ppruntime.launch.command_line import command_line
 from ppruntime.launch.pipeline_bars import bars, figures, line
 from ppruntime.launch.run_digests import gradient_digest, loss_digest
+from ppruntime.launch.run_files import files_and_overrides
 from ppruntime.launch.stand_ins import (
     Contents,
     HollowTransport,
@@ -87,7 +88,7 @@ class Variant:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Starts the ranks, or is one. Rank 0 prints a line a case and writes the record."""
     args = _parsed(arguments)
-    config = load([args.config], [*args.overrides, f"pp.schedule={args.orders.split(',')[0]}"])
+    config = load(args.files, [*args.overrides, f"pp.schedule={args.orders.split(',')[0]}"])
     if "WORLD_SIZE" not in os.environ:
         given = sys.argv[1:] if arguments is None else list(arguments)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -109,8 +110,12 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="ppruntime bench pipeline", description=(__doc__ or "").partition("\n")[0]
     )
     add = parser.add_argument
-    add("config", nargs="?", default=str(Path(__file__).parent / "configs" / "v41-proxy-8.toml"))
-    add("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the run file to change")
+    add(
+        "run",
+        nargs="*",
+        metavar="FILE or KEY=VALUE",
+        help="run files, later ones on top, and keys; no file: launch/configs/v41-proxy-8.toml",
+    )
     add("--out", required=True, type=Path, help="JSON file to write")
     add("--orders", default="1f1b,async_1f1b,1f1b_w,dualpipe_v")
     add(
@@ -128,9 +133,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--stand-in", action="store_true", help="transfers as slow as over InfiniBand instead")
     add("--slow-ms", type=float, default=6.5, help="how long one transfer of the stand-in takes")
     args = parser.parse_intermixed_args(arguments)
-    if "=" in args.config:  # no run file, only overrides
-        args.overrides.insert(0, args.config)
-        args.config = parser.get_default("config")
+    args.files, args.overrides = files_and_overrides(args.run)
+    args.files = args.files or [str(Path(__file__).parent / "configs" / "v41-proxy-8.toml")]
     return args
 
 
@@ -174,7 +178,7 @@ class _Bench:
 
     def _enter(self, order: str, num_micro_batches: int) -> None:
         keys = [f"pp.schedule={order}", f"train.num_micro_batches={num_micro_batches}"]
-        self.config = load([self.args.config], [*self.args.overrides, *keys])
+        self.config = load(self.args.files, [*self.args.overrides, *keys])
         self.outline = make_outline(self.config)
         if self._is_late():
             return

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import threading
+from pathlib import Path
 
 import pytest
 import simulated_cuda
@@ -75,10 +76,10 @@ def test_overrides_stand_anywhere_and_the_run_file_may_be_left_out(monkeypatch):
     from ppruntime.launch import bench_pipeline
 
     args = bench_pipeline._parsed(["a.b=1", "--out", "x.json", "c.d=2", "--steps", "5", "e.f=3"])
-    assert args.config.endswith("v41-proxy-8.toml")
+    assert [Path(file).name for file in args.files] == ["v41-proxy-8.toml"]
     assert args.overrides == ["a.b=1", "c.d=2", "e.f=3"]
-    args = bench_pipeline._parsed(["run.toml", "a.b=1", "--out", "x.json"])
-    assert (args.config, args.overrides, args.steps) == ("run.toml", ["a.b=1"], 3)
+    args = bench_pipeline._parsed(["run.toml", "a.b=1", "--out", "x.json", "fast.toml"])
+    assert (args.files, args.overrides, args.steps) == (["run.toml", "fast.toml"], ["a.b=1"], 3)
 
 
 def _case(transport, *, cycle=0.01, step=0.2, order="1f1b", digest="a", ratio=1.0):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from ppruntime.config import ConfigError, check_world_size, digest, dumps, flatten, load
 from ppruntime.config.help import key_helps
+from ppruntime.config.keys import Kernels
 
 CONFIGS = sorted((Path(__file__).parents[2] / "launch" / "configs").glob("*.toml"))
+FULL_WIDTH = [path for path in CONFIGS if not path.name.startswith("tiny")]
 
 MINIMAL = '[model]\nname = "tiny"\n\n[data]\ntype = "stdlib"\n'
 
@@ -47,6 +50,16 @@ def test_the_configs_that_others_rely_on_are_there():
         "v41-proxy-8.toml",
         "v4-proxy-8.toml",
     } <= {path.name for path in CONFIGS}
+
+
+@pytest.mark.parametrize("path", FULL_WIDTH, ids=lambda path: path.name)
+def test_the_file_of_fast_kernels_lies_on_top_of_any_and_leaves_no_choice_out(path):
+    config = load([path, path.parent / "on_top" / "fast.toml"])
+    types = get_type_hints(Kernels)
+    choices = {name for name in Kernels.__struct_fields__ if "auto" in get_args(types[name])}
+    assert len(choices) >= 12
+    assert {name for name in choices if getattr(config.kernels, name) != "auto"} == set()
+    assert config.moe.compute.backend == "auto"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
