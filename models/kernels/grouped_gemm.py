@@ -52,6 +52,8 @@ class Tile:
     """A thread's at the most; fewer than it would take leave room for more programs."""
     hopper: bool = False
     """Weight gradient only: by the Gluon kernel of grouped_gemm_hopper.py, whose programs stay."""
+    adds_in_cache: bool = False
+    """That kernel: the second-level cache adds; no program reads the accumulator."""
 
 
 FORWARD_TILE = Tile()
@@ -60,7 +62,9 @@ WEIGHT_GRAD_TILE = Tile(num_stages=3, prefetch=True, max_registers=168)
 """Best there too, one program per tile: three on a multiprocessor hide each other's accumulator, at
 the price of a few spilled registers."""
 
-HOPPER_WEIGHT_GRAD_TILE = Tile(128, 256, num_stages=4, group=12, prefetch=True, hopper=True)
+HOPPER_WEIGHT_GRAD_TILE = Tile(
+    128, 256, num_stages=4, group=12, prefetch=True, hopper=True, adds_in_cache=True
+)
 """Nobody's default: not measured yet. `columns` are 128 where the width is no multiple of 256."""
 
 
@@ -315,7 +319,7 @@ def grouped_weight_grad(
 
     One launch for up to `MOST_MICRO_BATCHES` reads and writes the accumulator's memory once. The
     bits are those of one launch per micro-batch, and do not depend on `gemm_sms`; nor on the tile,
-    but that Hopper's kernel adds in the second-level cache, which takes subnormal sums for zero.
+    but that the second-level cache, where it adds, takes subnormal numbers for zero.
     """
     num, left_width, right_width = accumulator_EAC.shape
     assert 1 <= len(micro_batches) <= MOST_MICRO_BATCHES, len(micro_batches)
@@ -388,6 +392,6 @@ def _launch_hopper(
     hopper.weight_grad_kernel[(min(num_tiles, sms),)](
         accumulator_EAC, num_tiles, *operands,
         left_width, right_width, tile.rows, columns, group, left_tiles, right_tiles,
-        len(micro_batches), turned, tile.prefetch, tile.num_stages,
+        len(micro_batches), turned, tile.prefetch, tile.adds_in_cache, tile.num_stages,
         num_warps=tile.num_warps,
     )  # fmt: skip

@@ -11,8 +11,8 @@ registers. It fills a multiprocessor by itself; so three groups of warps work si
                 64 x 128 a step, so that the product on its way takes 64 registers beside 128 sums
 
 While one warpgroup scales and adds a product, or adds its sums to memory, the tensor cores have the
-other's. Sums are added by the second-level cache (`red`): nothing waits for what was there. The
-copies go on meanwhile, over the ends of tiles.
+other's. Sums may be added by the second-level cache (`red`): nothing waits for what was there, but
+a sum that is subnormal becomes zero. The copies go on meanwhile, over the ends of tiles.
 
 Gluon has no interpreter: this runs on a GPU only; tests/simulated_gluon.py runs what it computes,
 its warps in any order that the barriers allow. **Not measured yet.**
@@ -161,11 +161,20 @@ def _copy(
 
 
 @gluon.jit
+def _add(place, x, IN_CACHE: gl.constexpr):
+    """Nobody else adds there, and a thread's accesses to one place keep their order."""
+    if IN_CACHE:
+        gl.atomic_add(place, x, sem="relaxed")
+    else:
+        gl.store(place, gl.load(place) + x)
+
+
+@gluon.jit
 def _multiply(
     acc_ptr, starts, shared, ready, free, num_tiles, WARPGROUP: gl.constexpr,
     A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     GROUP: gl.constexpr, LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, NUM: gl.constexpr,
-    TURNED: gl.constexpr, STAGES: gl.constexpr,
+    TURNED: gl.constexpr, IN_CACHE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile's columns."""
     left_shared, right_shared, left_scales, right_scales = shared
@@ -221,8 +230,8 @@ def _multiply(
                 step += 1
             if num_blocks > 0:
                 place = _accumulator(acc_ptr, expert, row, column, A, C, TURNED)
-                gl.atomic_add(place + offsets, upper, sem="relaxed")
-                gl.atomic_add(place + 64 * ROW_STRIDE + offsets, lower, sem="relaxed")
+                _add(place + offsets, upper, IN_CACHE)
+                _add(place + 64 * ROW_STRIDE + offsets, lower, IN_CACHE)
 
 
 @gluon.jit(do_not_specialize=["num_tiles"])
@@ -234,7 +243,7 @@ def weight_grad_kernel(
     left3, right3, left_scale3, right_scale3, start3,
     A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     GROUP: gl.constexpr, LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, NUM: gl.constexpr,
-    TURNED: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr,
+    TURNED: gl.constexpr, PREFETCH: gl.constexpr, IN_CACHE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`grouped_gemm._grouped_weight_grad`; any number of programs share the tiles.
 
@@ -265,11 +274,11 @@ def weight_grad_kernel(
         [
             (_multiply, (
                 acc_ptr, starts, shared, ready, free, num_tiles, 0, A, C, ROWS, COLUMNS, GROUP,
-                LEFT_TILES, RIGHT_TILES, NUM, TURNED, STAGES,
+                LEFT_TILES, RIGHT_TILES, NUM, TURNED, IN_CACHE, STAGES,
             )),
             (_multiply, (
                 acc_ptr, starts, shared, ready, free, num_tiles, 1, A, C, ROWS, COLUMNS, GROUP,
-                LEFT_TILES, RIGHT_TILES, NUM, TURNED, STAGES,
+                LEFT_TILES, RIGHT_TILES, NUM, TURNED, IN_CACHE, STAGES,
             )),
             (_copy, (
                 acc_ptr, operands, starts, shared, ready, free, num_tiles, A, C, ROWS, COLUMNS,

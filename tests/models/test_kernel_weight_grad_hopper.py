@@ -104,12 +104,16 @@ def test_neither_programs_nor_the_order_of_warps_change_a_bit():
         assert torch.equal(added(start, batches, gemm_sms=sms), usual)
 
 
-def test_any_number_of_stages_gives_the_same_bits():
-    batch = micro_batch(ROUTINGS["all to one expert"], (256, 256))
+@pytest.mark.parametrize("tiles", [(False, False), (True, False)], ids=str)
+def test_no_variant_changes_a_bit(tiles):
+    batches = [micro_batch(ROUTINGS[name], (256, 256), tiles=tiles) for name in ROUTINGS]
     start = torch.randn(EXPERTS, 256, 256)
-    tiles = [replace(HOPPER_WEIGHT_GRAD_TILE, num_stages=stages) for stages in (1, 2, 3, 4, 9)]
-    first, *others = [added(start, [batch], tile=tile) for tile in tiles]
-    assert all(torch.equal(first, other) for other in others)
+    usual = added(start, batches)
+    variants = [{"num_stages": stages} for stages in (1, 2, 3, 9)]
+    variants += [{"adds_in_cache": False}, {"prefetch": False}, {"columns": 128}, {"group": 1}]
+    for variant in variants:
+        tile = replace(HOPPER_WEIGHT_GRAD_TILE, **variant)
+        assert torch.equal(added(start, batches, tile=tile), usual), variant
 
 
 def test_wrong_barriers_are_found(monkeypatch):
