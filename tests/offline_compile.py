@@ -23,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOutDescriptor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -81,6 +82,9 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Com
             constants[(i,)] = value
         elif isinstance(value, TensorDescriptor):
             block = list(value.block_shape)
+            signature[parameter.name] = f"tensordesc<{_TYPES[value.base.dtype]}{block}>"
+        elif isinstance(value, LaidOutDescriptor):
+            block = f"{list(value.block_shape)},{value.layout!r}"
             signature[parameter.name] = f"tensordesc<{_TYPES[value.base.dtype]}{block}>"
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + _TYPES[value.dtype]

@@ -3,12 +3,18 @@
 Gluon has no interpreter. Here a kernel's Python function runs with the language swapped for torch:
 pointers are a tensor and offsets, layouts mean nothing, warps do not exist. So wrong indices,
 masks, strides and formulas show; wrong layouts and missing barriers do not. Copies to shared memory
-arrive only when they are waited for, and until then the target holds NaN.
+arrive only when they are waited for, and until then the target holds NaN; so does a product, which
+reads its operands as late.
+
+Specialised warps take turns at every barrier and copy, in an order drawn by chance: what their
+mbarriers do not order happens in any order, and where none can go on the launch fails.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -109,20 +115,202 @@ class _Copies:
                 arrive()
 
 
-def _multiply(
-    a: Any, b: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool = False
-) -> Value:
-    left = a.data if isinstance(a, Shared) else a
-    assert left.dtype == b.data.dtype == torch.bfloat16
-    product = left.as_subclass(Tensor).float() @ b.data.float()
-    return _value(acc.as_subclass(Tensor) + product if use_acc else product)
+class _Products:
+    """Asynchronous products: worked out, in order, when they are waited for."""
+
+    def __init__(self) -> None:
+        self.running: list[Callable[[], None]] = []
+
+    def multiply(
+        self, a: Any, b: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool = False
+    ) -> Value:
+        left = a.data if isinstance(a, Shared) else a
+        assert left.dtype == b.data.dtype
+        assert left.dtype in (torch.bfloat16, torch.float8_e4m3fn)
+        result = _value(torch.full(tuple(acc.shape), torch.nan))
+
+        def work() -> None:
+            product = left.as_subclass(Tensor).float() @ b.data.float()
+            result.copy_(acc.as_subclass(Tensor) + product if use_acc else product)
+
+        self.running.append(work)
+        if not is_async:
+            self.wait(0, ())
+        return result
+
+    def wait(self, num_outstanding: int, deps: tuple[Tensor, ...]) -> Any:
+        while len(self.running) > num_outstanding:
+            self.running.pop(0)()
+        return deps[0] if len(deps) == 1 else deps
 
 
-def _wait(_: int, deps: tuple[Tensor, ...]) -> Any:
-    return deps[0] if len(deps) == 1 else deps
+class Descriptor:
+    """A tensor that boxes are copied from; what lies outside is zero."""
+
+    def __init__(self, described: Any) -> None:
+        self.tensor, self.box = described.base, list(described.block_shape)
+        self.dtype, self.layout = described.base.dtype, described.layout
+
+    def load(self, place: list[Any]) -> Tensor:
+        box = torch.zeros(self.box, dtype=self.dtype)
+        inside = []
+        for start, length, size in zip(map(int, place), self.box, self.tensor.shape, strict=True):
+            assert 0 <= start < size, f"box at {start} of {size}"
+            inside.append(slice(start, min(start + length, size)))
+        found = self.tensor[tuple(inside)]
+        _plain(box)[tuple(slice(0, n) for n in found.shape)] = _plain(found)
+        return box
 
 
-def _atomic_add(pointer: Pointer, value: Tensor, mask: Tensor, sem: str) -> None:
+class _Barrier:
+    def __init__(self, count: int) -> None:
+        self.count = self.pending = count
+        self.num_bytes = self.phase = 0
+
+    def settle(self) -> None:
+        assert self.pending >= 0
+        if self.pending == 0 and self.num_bytes == 0:
+            self.phase, self.pending = 1 - self.phase, self.count
+
+
+class _Stopped(BaseException):
+    """Ends the thread of a partition whose launch has failed."""
+
+
+class _Partition:
+    """Specialised warps: a thread that runs only while `run` waits for it."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.products = _Products()
+        self.is_done, self.error = False, None
+        self.waits_for: Callable[[], bool] = lambda: True
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._is_stopped = False
+
+        def run() -> None:
+            self._go.acquire()
+            try:
+                if not self._is_stopped:
+                    work()
+            except BaseException as error:
+                self.error = error
+            self.is_done = True
+            self._back.release()
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def run(self) -> None:
+        """Until it lets others go on."""
+        self._go.release()
+        self._back.acquire()
+        if self.error is not None and not self._is_stopped:
+            raise self.error
+
+    def let_go(self, until: Callable[[], bool]) -> None:
+        """Called by the thread itself: others' turn, at least until that holds."""
+        self.waits_for = until
+        self._back.release()
+        self._go.acquire()
+        if self._is_stopped:
+            raise _Stopped
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        if not self.is_done:
+            self.run()
+        self._thread.join()
+
+
+class _Warps:
+    """A program's specialised warps with their mbarriers and TMA copies."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance, self.products = chance, _Products()
+        self.barriers: dict[int, _Barrier] = {}
+        self.arriving: list[Callable[[], None]] = []
+        self.partition: _Partition | None = None
+
+    def specialize(
+        self, parts: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: Any, registers: Any
+    ) -> None:
+        assert len(parts) == len(warps) + 1 == len(registers) + 1
+        partitions = [_Partition(lambda f=f, a=a: f(*a)) for f, a in parts]  # type: ignore[misc]
+        # Some are much faster than others, in every launch others.
+        speed = {part: self.chance.choice((1, 50)) for part in partitions}
+        speed_of_copies = self.chance.choice((1, 50))
+        try:
+            while not all(part.is_done for part in partitions):
+                free = [part for part in partitions if not part.is_done and part.waits_for()]
+                assert free or self.arriving, "deadlock: all warps wait"
+                choices: list[Any] = [*free, *self.arriving]
+                speeds = [speed.get(choice, speed_of_copies) for choice in choices]
+                [chosen] = self.chance.choices(choices, speeds)
+                if isinstance(chosen, _Partition):
+                    self.partition = chosen
+                    chosen.run()
+                else:
+                    self.arriving.remove(chosen)
+                    chosen()
+            assert not self.arriving, "copies that nobody waited for"
+        finally:
+            self.partition = None
+            for part in partitions:
+                part.stop()
+
+    def let_go(self, until: Callable[[], bool] = lambda: True) -> None:
+        if self.partition is not None:
+            self.partition.let_go(until)
+
+    def multiply(self, *args: Any, **options: Any) -> Value:
+        return self._products().multiply(*args, **options)
+
+    def wait_products(self, num_outstanding: int, deps: tuple[Tensor, ...]) -> Any:
+        return self._products().wait(num_outstanding, deps)
+
+    def _products(self) -> _Products:
+        return self.products if self.partition is None else self.partition.products
+
+    # mbarrier
+
+    def barrier(self, shared: Shared) -> _Barrier:
+        return self.barriers[shared.data.data_ptr()]
+
+    def init(self, shared: Shared, count: int) -> None:
+        self.barriers[shared.data.data_ptr()] = _Barrier(count)
+
+    def wait(self, shared: Shared, phase: Any) -> None:
+        barrier, phase = self.barrier(shared), int(phase)
+        self.let_go(lambda: barrier.phase != phase)
+
+    def expect(self, shared: Shared, num_bytes: int) -> None:
+        self.barrier(shared).num_bytes += num_bytes
+        self.arrive(shared)
+
+    def arrive(self, shared: Shared, *, count: int = 1, pred: Any = True) -> None:
+        if pred:
+            barrier = self.barrier(shared)
+            barrier.pending -= count
+            barrier.settle()
+        self.let_go()
+
+    # TMA
+
+    def copy(self, source: Descriptor, place: list[Any], shared: Shared, target: Shared) -> None:
+        box, barrier = source.load(place), self.barrier(shared)
+        assert list(box.shape) == target.shape
+        target.data.fill_(torch.nan)
+
+        def arrive() -> None:
+            target.store(box)
+            barrier.num_bytes -= box.numel() * box.element_size()
+            barrier.settle()
+
+        self.arriving.append(arrive)
+        self.let_go()
+
+
+def _atomic_add(pointer: Pointer, value: Tensor, mask: Tensor | None = None, *, sem: str) -> None:
     indices, valid = pointer.places(mask)
     value = value.as_subclass(Tensor).broadcast_to(indices.shape)
     pointer.flat.index_add_(0, indices[valid], value[valid].to(pointer.flat.dtype))
@@ -134,7 +322,15 @@ def _store(pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
     _plain(pointer.flat)[indices[valid]] = _plain(value).broadcast_to(indices.shape)[valid]
 
 
-def _language(program: tuple[int, ...], grid: tuple[int, ...]) -> types.SimpleNamespace:
+def _empty(dtype: torch.dtype, shape: list[int], _: Any) -> Shared:
+    """Shared memory with NaN, or zeros where there is none."""
+    fill = torch.nan if dtype.is_floating_point else 0
+    return Shared(torch.full(shape, fill, dtype=dtype))
+
+
+def _language(
+    program: tuple[int, ...], grid: tuple[int, ...], warps: _Warps
+) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         abs=torch.abs,
         minimum=lambda a, b: torch.minimum(a, torch.as_tensor(b)),
@@ -146,12 +342,11 @@ def _language(program: tuple[int, ...], grid: tuple[int, ...]) -> types.SimpleNa
         BlockedLayout=lambda *_: None,
         DotOperandLayout=lambda *_: None,
         SliceLayout=lambda *_: None,
-        allocate_shared_memory=lambda dtype, shape, _: Shared(
-            torch.full(shape, torch.nan, dtype=dtype)
-        ),
+        allocate_shared_memory=_empty,
         arange=lambda start, end, layout: _value(torch.arange(start, end, dtype=torch.int32)),
         atomic_add=_atomic_add,
         convert_layout=lambda x, _: x,
+        fma=lambda a, b, c: a * b + c,
         full=lambda shape, value, dtype, layout: _value(torch.full(shape, value, dtype=dtype)),
         join=lambda a, b: torch.stack((a, b), -1),
         load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
@@ -165,9 +360,16 @@ def _language(program: tuple[int, ...], grid: tuple[int, ...]) -> types.SimpleNa
         static_range=range,
         store=_store,
         sum=lambda x, axis: x.sum(axis),
-        where=torch.where,
+        warp_specialize=warps.specialize,
+        where=lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
         zeros=lambda shape, dtype, layout: _value(torch.zeros(shape, dtype=dtype)),
     )
+
+
+def _argument(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return Pointer(x)
+    return Descriptor(x) if hasattr(x, "block_shape") else x
 
 
 class _Simulated:
@@ -175,6 +377,7 @@ class _Simulated:
 
     def __init__(self, kernel: Any, names: dict[str, Any]) -> None:
         self.function, self.names = kernel.fn, names
+        self.chance = random.Random(0)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(
@@ -184,7 +387,7 @@ class _Simulated:
             maxnreg: int | None = None,
             **constants: Any,
         ) -> None:
-            pointers = [Pointer(x) if isinstance(x, Tensor) else x for x in arguments]
+            pointers = [_argument(x) for x in arguments]
             for program in itertools.product(*map(range, grid)):
                 self._bound(program, grid)(*pointers, **constants)
 
@@ -192,18 +395,26 @@ class _Simulated:
 
     def _bound(self, program: tuple[int, ...], grid: tuple[int, ...]) -> Callable[..., None]:
         """The function with the language swapped, in it and in all it calls."""
-        copies = _Copies()
+        copies, warps = _Copies(), _Warps(self.chance)
         scope = dict(self.names)
         _take_globals(self.function, scope)
         scope |= {
-            "gl": _language(program, grid),
+            "gl": _language(program, grid, warps),
             "range": lambda *ends: map(_value, range(*map(int, ends))),
             "async_copy": copies,
             "fence_async_shared": lambda: None,
             "_barrier": lambda: None,
-            "warpgroup_mma": _multiply,
+            "mbarrier": types.SimpleNamespace(
+                MBarrierLayout=lambda: None,
+                arrive=warps.arrive,
+                expect=warps.expect,
+                init=warps.init,
+                wait=warps.wait,
+            ),
+            "tma": types.SimpleNamespace(async_copy_global_to_shared=warps.copy),
+            "warpgroup_mma": warps.multiply,
             "warpgroup_mma_init": lambda x: x,
-            "warpgroup_mma_wait": _wait,
+            "warpgroup_mma_wait": warps.wait_products,
         }
         return types.FunctionType(self.function.__code__, scope, self.function.__name__)
 

@@ -13,6 +13,7 @@ Shape letters: P pool rows, B = P/128, E experts, O and I output and input width
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -49,6 +50,10 @@ class Tile:
     """Weight gradient only: the accumulator's tile comes into the cache during the products."""
     max_registers: int | None = None
     """A thread's at the most; fewer than it would take leave room for more programs."""
+    hopper: bool = False
+    """Weight gradient only: by the Gluon kernel of grouped_gemm_hopper.py, whose programs stay."""
+    adds_in_cache: bool = False
+    """That kernel: the second-level cache adds; no program reads the accumulator."""
 
 
 FORWARD_TILE = Tile()
@@ -56,6 +61,11 @@ FORWARD_TILE = Tile()
 WEIGHT_GRAD_TILE = Tile(num_stages=3, prefetch=True, max_registers=168)
 """Best there too, one program per tile: three on a multiprocessor hide each other's accumulator, at
 the price of a few spilled registers."""
+
+HOPPER_WEIGHT_GRAD_TILE = Tile(
+    128, 256, num_stages=4, group=12, prefetch=True, hopper=True, adds_in_cache=True
+)
+"""Nobody's default: not measured yet. `columns` are 128 where the width is no multiple of 256."""
 
 
 class WeightGradOperands(NamedTuple):
@@ -308,7 +318,8 @@ def grouped_weight_grad(
     """Adds the micro-batches' weight gradients to the fp32 accumulator [E, A, C], in order.
 
     One launch for up to `MOST_MICRO_BATCHES` reads and writes the accumulator's memory once. The
-    bits are those of one launch per micro-batch, and do not depend on `gemm_sms`.
+    bits are those of one launch per micro-batch, and do not depend on `gemm_sms`; nor on the tile,
+    but that the second-level cache, where it adds, takes subnormal numbers for zero.
     """
     num, left_width, right_width = accumulator_EAC.shape
     assert 1 <= len(micro_batches) <= MOST_MICRO_BATCHES, len(micro_batches)
@@ -327,6 +338,9 @@ def grouped_weight_grad(
     if turned:
         micro_batches = [WeightGradOperands(b, a, layout) for a, b, layout in micro_batches]
         left_width, right_width = right_width, left_width
+    if tile.hopper:
+        _launch_hopper(accumulator_EAC, micro_batches, turned, tile, gemm_sms)
+        return
     operands: list[object] = []
     for left, right, layout in micro_batches:
         operands += [
@@ -345,4 +359,42 @@ def grouped_weight_grad(
         num_warps=tile.num_warps, num_stages=tile.num_stages,
         # Programs that stay are two on a multiprocessor, whatever they take.
         maxnreg=tile.max_registers if gemm_sms is None else None,
+    )  # fmt: skip
+
+
+def _launch_hopper(
+    accumulator_EAC: Tensor,
+    micro_batches: Sequence[WeightGradOperands],
+    turned: bool,
+    tile: Tile,
+    gemm_sms: int | None,
+) -> None:
+    """The Gluon kernel; of turned micro-batches, whose left and right are exchanged, into the
+    accumulator as it is."""
+    hopper = importlib.import_module("ppruntime.models.kernels.grouped_gemm_hopper")
+    left, right, _ = micro_batches[0]
+    left_width, right_width = left.data.shape[1], right.data.shape[1]
+    left_tiles, right_tiles = (q.scale.shape[1] != q.data.shape[1] for q in (left, right))
+    columns = tile.columns if right_width % tile.columns == 0 else GROUP
+    row_blocks = left_width // tile.rows
+    # Groups of one size: where a tile lies then takes no division by a number read at run time.
+    group = next(n for n in range(min(tile.group, row_blocks), 0, -1) if row_blocks % n == 0)
+    shared_scales = hopper.TILE_SCALES.value
+    operands: list[object] = []
+    for left, right, layout in micro_batches:
+        operands += [
+            hopper.descriptor(left.data.view(-1, GROUP), tile.rows // 2),
+            hopper.descriptor(right.data.view(-1, GROUP), columns),
+            hopper.descriptor(left.scale.view(-1), shared_scales if left_tiles else tile.rows // 2),
+            hopper.descriptor(right.scale.view(-1), shared_scales if right_tiles else columns),
+            layout.start_E1,
+        ]
+    operands += [None] * (5 * (MOST_MICRO_BATCHES - len(micro_batches)))
+    num_tiles = len(accumulator_EAC) * row_blocks * (right_width // columns)
+    sms = gemm_sms or all_sms(accumulator_EAC)
+    hopper.weight_grad_kernel[(min(num_tiles, sms),)](
+        accumulator_EAC, num_tiles, *operands,
+        left_width, right_width, tile.rows, columns, group, left_tiles, right_tiles,
+        len(micro_batches), turned, tile.prefetch, tile.adds_in_cache, tile.num_stages,
+        num_warps=tile.num_warps,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def test_kernels_compile_for_hopper_without_spills():
 
 def _compile_all():
     import torch
-    from offline_compile import captured
+    from offline_compile import Compiled, captured
 
     from ppruntime.models.kernels import grouped_gemm, moe_layout, quantize, swiglu
     from ppruntime.models.kernels.grouped_gemm import WeightGradOperands
@@ -41,6 +42,7 @@ def _compile_all():
         meta(experts, 2 * width, hidden, dtype=torch.float8_e4m3fn),
         meta(experts, 2 * width // 128, hidden // 128, dtype=torch.float32),
     )
+    stays: list[Compiled] = []  # programs that fill a multiprocessor
     with captured() as products:
         grouped_gemm.grouped_gemm(pool_rows_like(x, rows, hidden), weights, layout)
         for left, right in ((False, False), (False, True), (True, False)):
@@ -51,6 +53,13 @@ def _compile_all():
             )
             accumulator = meta(experts, 2 * width, hidden, dtype=torch.float32)
             grouped_gemm.grouped_weight_grad(accumulator, [operands, operands])
+            hopper = grouped_gemm.HOPPER_WEIGHT_GRAD_TILE
+            for in_cache in (True, False):
+                tile = replace(hopper, adds_in_cache=in_cache)
+                for count in (1, 2, grouped_gemm.MOST_MICRO_BATCHES):
+                    with captured() as one:
+                        grouped_gemm.grouped_weight_grad(accumulator, [operands] * count, tile=tile)
+                    stays += one
     with captured() as passes:
         x8 = quantize.quantize_rows(x, power_of_two=True)
         moe_layout.gather_rows(x8.data, layout, x8.scale)
@@ -71,6 +80,13 @@ def _compile_all():
                 meta(rows, 2 * width), meta(rows, width), weight_NK, layout, 10.0,
                 power_of_two=False, tile=backward,
             )  # fmt: skip
+    for kernel in stays:
+        print(kernel)
+        # Where it loads the accumulator itself, one address moves away over the products.
+        assert kernel.spills <= 6, kernel
+        assert kernel.matrix_instructions > 0, kernel
+        assert kernel.registers <= 168, kernel  # of 384 threads, before they share them out anew
+        assert kernel.shared_bytes <= 227 * 1024, kernel
     for kernel in (*products, *passes):
         print(kernel)
         # The weight gradient has fewer registers than it would take: docs/bench/moe-experts.json

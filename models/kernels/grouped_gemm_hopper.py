@@ -1,0 +1,292 @@
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
+"""Gluon kernel of grouped_gemm.py beside this file, for Hopper: the experts' weight gradient.
+
+Triton's kernel moves 24 KB of operands through the second-level cache for a product of 64 x 128 and
+128 rows: 27 GB a micro-batch at V4.1's widths. With the accumulator's 9 GB, its 5.45 ms for one and
+9.6 ms for two (H200) are 6.6 TB/s both, so by that the cache's rate is what holds it. Larger tiles
+need fewer bytes, and a tile of 128 x 256 (14 GB) is the largest whose sums fit into registers. It
+fills a multiprocessor by itself; so three groups of warps work side by side:
+
+    copy        one warp: TMA copies of the next steps' operands and scales into a ring of stages
+    multiply    two warpgroups: one half of the tile's columns each, 128 x 128, as two products of
+                64 x 128 a step, so that the product on its way takes 64 registers beside 128 sums
+
+While one warpgroup scales and adds a product, or adds its sums to memory, the tensor cores have the
+other's. Sums may be added by the second-level cache (`red`): nothing waits for what was there, but
+a sum that is subnormal becomes zero. The copies go on meanwhile, over the ends of tiles.
+
+Gluon has no interpreter: this runs on a GPU only; tests/simulated_gluon.py runs what it computes,
+its warps in any order that the barriers allow. **Not measured yet.**
+"""
+
+from __future__ import annotations
+
+import triton.experimental.gluon as gluon
+import triton.experimental.gluon.language as gl
+from torch import Tensor
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+DATA_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
+"""Of both operands in shared memory: 128 contiguous rows of a column are one swizzled line."""
+SCALE_LAYOUT = gl.NVMMASharedLayout(0, 32, 1)
+TILE_SCALES = gl.constexpr(32)
+"""Scales copied where one serves a whole tile: 128 bytes, as targets of copies are aligned."""
+
+
+def descriptor(x: Tensor, box: int) -> TensorDescriptor:
+    """Of columns as [blocks x width, 128], or of scales, flat: a copy takes `box` of the first."""
+    if x.dim() == 1:
+        return TensorDescriptor.from_tensor(x, [box], SCALE_LAYOUT)
+    return TensorDescriptor.from_tensor(x, [box, x.shape[1]], DATA_LAYOUT)
+
+
+@gluon.jit
+def _place(
+    tile, A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    """(expert, first row, first column) of a tile: `GROUP` row blocks, which divide all, go through
+    all columns before the next ones, so that tiles in flight share operands."""
+    NUM_COLUMNS: gl.constexpr = C // COLUMNS
+    TILES: gl.constexpr = A // ROWS * NUM_COLUMNS
+    within = tile % TILES
+    of_group = within % (GROUP * NUM_COLUMNS)
+    row_block = within // (GROUP * NUM_COLUMNS) * GROUP + of_group % GROUP
+    return tile // TILES, row_block * ROWS, of_group // GROUP * COLUMNS
+
+
+@gluon.jit
+def _accumulator(
+    acc_ptr, expert, row, column, A: gl.constexpr, C: gl.constexpr, TURNED: gl.constexpr
+):
+    """Pointer to a tile's first element; [A, C] per expert, or [C, A] if turned."""
+    if TURNED:
+        place = acc_ptr + expert.to(gl.int64) * (A * C) + (column * A + row)
+    else:
+        place = acc_ptr + expert.to(gl.int64) * (A * C) + (row * C + column)
+    return place
+
+
+@gluon.constexpr_function
+def _prefetch_code(num_bytes):
+    return f"cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def _prefetch(pointers, BYTES: gl.constexpr):
+    """Fetches so many bytes from each pointer on into the second-level cache."""
+    gl.inline_asm_elementwise(
+        _prefetch_code(BYTES),
+        "=r,l",
+        [pointers.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _prefetch_tile(
+    acc_ptr, expert, row, column, A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, TURNED: gl.constexpr,
+):  # fmt: skip
+    """By one warp, the accumulator's part under a tile, line by line."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    place = _accumulator(acc_ptr, expert, row, column, A, C, TURNED)
+    if TURNED:
+        _prefetch(place + gl.arange(0, COLUMNS, layout=LANES) * A, ROWS * 4)
+    else:
+        _prefetch(place + gl.arange(0, ROWS, layout=LANES) * C, COLUMNS * 4)
+
+
+@gluon.jit
+def _copy(
+    acc_ptr, operands, starts, shared, ready, free, num_tiles,
+    A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    GROUP: gl.constexpr, LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, NUM: gl.constexpr,
+    TURNED: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp: fills stage after stage, each when both warpgroups have done with what it held."""
+    left_shared, right_shared, left_scales, right_scales = shared
+    SCALES: gl.constexpr = (TILE_SCALES if LEFT_TILES else ROWS) + right_scales.shape[1]
+    BYTES: gl.constexpr = (ROWS + COLUMNS) * 128 + SCALES * 4
+    step = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        expert, row, column = _place(tile, A, C, ROWS, COLUMNS, GROUP)
+        is_first = True
+        for i in gl.static_range(NUM):
+            left, right = operands[4 * i], operands[4 * i + 1]
+            left_scale, right_scale = operands[4 * i + 2], operands[4 * i + 3]
+            first_block = gl.load(starts[i] + expert) // 128
+            stop_block = gl.load(starts[i] + expert + 1) // 128
+            for block in range(first_block, stop_block):
+                stage = step % STAGES
+                # A new barrier counts as past its phase 1: the first round waits for nothing.
+                mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+                full = ready.index(stage)
+                mbarrier.expect(full, BYTES)
+                a = block * A + row
+                tma.async_copy_global_to_shared(left, [a, 0], full, left_shared.index(2 * stage))
+                tma.async_copy_global_to_shared(
+                    left, [a + 64, 0], full, left_shared.index(2 * stage + 1)
+                )
+                c = block * C + column
+                tma.async_copy_global_to_shared(right, [c, 0], full, right_shared.index(stage))
+                if LEFT_TILES:
+                    a = block * (A // 128) + row // 128
+                    tma.async_copy_global_to_shared(left_scale, [a], full, left_scales.index(stage))
+                else:
+                    tma.async_copy_global_to_shared(
+                        left_scale, [a], full, left_scales.index(2 * stage)
+                    )
+                    tma.async_copy_global_to_shared(
+                        left_scale, [a + 64], full, left_scales.index(2 * stage + 1)
+                    )
+                if RIGHT_TILES:
+                    c = block * (C // 128) + column // 128
+                tma.async_copy_global_to_shared(right_scale, [c], full, right_scales.index(stage))
+                step += 1
+            if PREFETCH:
+                # The sums come as many steps later as there are stages. What the second
+                # micro-batch adds to is in the cache already.
+                if is_first & (first_block < stop_block):
+                    _prefetch_tile(acc_ptr, expert, row, column, A, C, ROWS, COLUMNS, TURNED)
+                is_first = is_first & (first_block >= stop_block)
+
+
+@gluon.jit
+def _add(place, x, IN_CACHE: gl.constexpr):
+    """Nobody else adds there, and a thread's accesses to one place keep their order."""
+    if IN_CACHE:
+        gl.atomic_add(place, x, sem="relaxed")
+    else:
+        gl.store(place, gl.load(place) + x)
+
+
+@gluon.jit
+def _multiply(
+    acc_ptr, starts, shared, ready, free, num_tiles, WARPGROUP: gl.constexpr,
+    A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    GROUP: gl.constexpr, LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, NUM: gl.constexpr,
+    TURNED: gl.constexpr, IN_CACHE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: its half of every tile's columns."""
+    left_shared, right_shared, left_scales, right_scales = shared
+    OWN: gl.constexpr = COLUMNS // 2
+    FIRST: gl.constexpr = WARPGROUP * OWN
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 32])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
+    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, MMA)
+    ROW_STRIDE: gl.constexpr = 1 if TURNED else C
+    COLUMN_STRIDE: gl.constexpr = A if TURNED else 1
+    rows = gl.arange(0, 64, layout=OF_ROWS)
+    columns = FIRST + gl.arange(0, OWN, layout=OF_COLUMNS)
+    offsets = rows[:, None] * ROW_STRIDE + columns[None, :] * COLUMN_STRIDE
+    nothing = gl.zeros([64, OWN], gl.float32, layout=MMA)
+    step = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        expert, row, column = _place(tile, A, C, ROWS, COLUMNS, GROUP)
+        for i in gl.static_range(NUM):
+            first_row, stop_row = gl.load(starts[i] + expert), gl.load(starts[i] + expert + 1)
+            num_blocks = (stop_row - first_row) // 128
+            # Each micro-batch is summed from zero and added by itself: the same bits as one launch
+            # each.
+            upper = gl.zeros([64, OWN], gl.float32, layout=MMA)
+            lower = gl.zeros([64, OWN], gl.float32, layout=MMA)
+            # Half a step a time: from one place in the code, all products use the same registers.
+            for _ in range(0, 2 * num_blocks):
+                half = step % 2
+                stage = step // 2 % STAGES
+                mbarrier.wait(ready.index(stage), step // (2 * STAGES) & 1)
+                product = warpgroup_mma(
+                    left_shared.index(2 * stage + half),
+                    right_shared.index(stage).slice(FIRST, OWN).permute((1, 0)),
+                    nothing,
+                    use_acc=False,
+                    is_async=True,
+                )
+                product = warpgroup_mma_wait(0, deps=(product,))
+                # Read afterwards: there are no registers left to hold them during the product.
+                if LEFT_TILES:
+                    of_rows = left_scales.index(stage).slice(0, 1).load(OF_ROWS)
+                else:
+                    of_rows = left_scales.index(2 * stage + half).load(OF_ROWS)
+                own_scales = right_scales.index(stage)
+                if RIGHT_TILES:
+                    of_columns = own_scales.slice(FIRST // 128, 1).load(OF_COLUMNS)
+                else:
+                    of_columns = own_scales.slice(FIRST, OWN).load(OF_COLUMNS)
+                mbarrier.arrive(free.index(stage), count=1, pred=half == 1)
+                scale = of_rows[:, None] * of_columns[None, :]
+                # Predicated: before branches, scales would need registers that are not there.
+                upper = gl.where(half == 0, gl.fma(product, scale, upper), upper)
+                lower = gl.where(half == 0, lower, gl.fma(product, scale, lower))
+                step += 1
+            if num_blocks > 0:
+                place = _accumulator(acc_ptr, expert, row, column, A, C, TURNED)
+                _add(place + offsets, upper, IN_CACHE)
+                _add(place + 64 * ROW_STRIDE + offsets, lower, IN_CACHE)
+
+
+@gluon.jit(do_not_specialize=["num_tiles"])
+def weight_grad_kernel(
+    acc_ptr, num_tiles,
+    left0, right0, left_scale0, right_scale0, start0,
+    left1, right1, left_scale1, right_scale1, start1,
+    left2, right2, left_scale2, right_scale2, start2,
+    left3, right3, left_scale3, right_scale3, start3,
+    A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    GROUP: gl.constexpr, LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, NUM: gl.constexpr,
+    TURNED: gl.constexpr, PREFETCH: gl.constexpr, IN_CACHE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """`grouped_gemm._grouped_weight_grad`; any number of programs share the tiles.
+
+    Descriptors by `descriptor`: left in boxes of 64 columns, right of COLUMNS; scales in boxes of
+    as many, or of TILE_SCALES where they are tiles'.
+    """
+    SCALE: gl.constexpr = left_scale0.layout
+    LEFT_SCALES: gl.constexpr = [STAGES, TILE_SCALES] if LEFT_TILES else [2 * STAGES, 64]
+    RIGHT_SCALES: gl.constexpr = [STAGES, TILE_SCALES if RIGHT_TILES else COLUMNS]
+    operands = (
+        left0, right0, left_scale0, right_scale0, left1, right1, left_scale1, right_scale1,
+        left2, right2, left_scale2, right_scale2, left3, right3, left_scale3, right_scale3,
+    )  # fmt: skip
+    starts = (start0, start1, start2, start3)
+    shared = (
+        gl.allocate_shared_memory(left0.dtype, [2 * STAGES, 64, 128], left0.layout),
+        gl.allocate_shared_memory(left0.dtype, [STAGES, COLUMNS, 128], left0.layout),
+        gl.allocate_shared_memory(gl.float32, LEFT_SCALES, SCALE),
+        gl.allocate_shared_memory(gl.float32, RIGHT_SCALES, SCALE),
+    )
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                acc_ptr, starts, shared, ready, free, num_tiles, 0, A, C, ROWS, COLUMNS, GROUP,
+                LEFT_TILES, RIGHT_TILES, NUM, TURNED, IN_CACHE, STAGES,
+            )),
+            (_multiply, (
+                acc_ptr, starts, shared, ready, free, num_tiles, 1, A, C, ROWS, COLUMNS, GROUP,
+                LEFT_TILES, RIGHT_TILES, NUM, TURNED, IN_CACHE, STAGES,
+            )),
+            (_copy, (
+                acc_ptr, operands, starts, shared, ready, free, num_tiles, A, C, ROWS, COLUMNS,
+                GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, PREFETCH, STAGES,
+            )),
+        ],
+        [4, 1],
+        # A thread's registers, of the second warpgroup and the copies; the first gets the rest.
+        [240, 24],
+    )  # fmt: skip
