@@ -96,6 +96,7 @@ def _compile_all():
             "_grouped_weight_grad": 150,
             "swiglu_backward_kernel": 60,
             "_swiglu_backward": 8,  # Triton 3.7.1; 3.6: none
+            "quantize_routed_kernel": 12,  # the same: 80 registers for three programs
         }.get(kernel.name, 0)
         assert kernel.spills <= allowed, kernel
         assert kernel.narrow_accesses == 0, kernel
