@@ -24,12 +24,14 @@ LIMIT = 10.0
 class ExpertPhases(Recorder):
     """The run: rows, checks, and the tensors that all phases share."""
 
-    def __init__(self, repetitions: int) -> None:
+    def __init__(self, repetitions: int, *, gluon: bool = False) -> None:
+        """`gluon`: also the Gluon kernel of the weight gradient, which is not the default."""
         import torch
 
         from ppruntime.models.kernels.expert_backends import ExpertBackend, unavailable_reason
 
         super().__init__(repetitions)
+        self.gluon = gluon
         self.deep_gemm = unavailable_reason(ExpertBackend.DEEP_GEMM)
         if self.deep_gemm is not None:
             self.notes.append(self.deep_gemm)
@@ -44,6 +46,19 @@ class ExpertPhases(Recorder):
         self.acc13 = torch.zeros(EXPERTS, 2 * WIDTH, HIDDEN, device="cuda")
         self.acc2 = torch.zeros(EXPERTS, HIDDEN, WIDTH, device="cuda")
         self.generator = generator
+
+    def gluon_tiles(self) -> dict[str, Any]:
+        """Ways to run the Gluon weight gradient, if it is asked for."""
+        from dataclasses import replace
+
+        from ppruntime.models.kernels.grouped_gemm import HOPPER_WEIGHT_GRAD_TILE as TILE
+
+        tiles = {
+            "gluon": TILE,
+            "gluon, loads and stores": replace(TILE, adds_in_cache=False),
+            "gluon, 3 stages": replace(TILE, num_stages=3),
+        }
+        return tiles if self.gluon else {}
 
     def run(self) -> None:
         from ppruntime.models.kernels import quantize
@@ -213,7 +228,7 @@ class ExpertPhases(Recorder):
         ends = layout.count_E.cumsum(0, dtype=torch.int32)
         bf16 = partial(torch._grouped_mm, dy.t(), x, offs=ends)
         launch = grouped_gemm.grouped_weight_grad
-        for count in (1, 2):
+        for count in (1, 2, 4):
             variants: dict[str, Callable[[], Any]] = {}
             for tile in choices:
                 name = f"triton {tile_text(tile)}"
@@ -222,6 +237,11 @@ class ExpertPhases(Recorder):
             if all_tiles:
                 variants[f"triton, {num_sms()} SMs persistent, tiles"] = partial(
                     launch, accumulator, [tiles] * count, gemm_sms=num_sms()
+                )
+            for name, tile in self.gluon_tiles().items():
+                variants[name] = partial(launch, accumulator, [operands] * count, tile=tile)
+                variants[f"{name}, tiles"] = partial(
+                    launch, accumulator, [tiles] * count, tile=tile
                 )
             if self.deep_gemm is None:
                 variants["deep_gemm"] = partial(
