@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 CONFIG = Path(__file__).resolve().parent.parent / "launch" / "configs" / "tiny.toml"
 SMALL = (
@@ -25,3 +27,33 @@ def train(rank: int, run_dir: str, overrides: tuple[str, ...]) -> tuple[int, str
     with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
         code = run(load([CONFIG], [*SMALL, f"run.dir={run_dir}", *overrides]))
     return code, out.getvalue(), err.getvalue()
+
+
+@contextmanager
+def trainer_of(overrides: tuple[str, ...]) -> Iterator[tuple[Any, Any, Any]]:
+    """A trainer, its data and its ranks, for one rank of a started world."""
+    import torch.distributed as dist
+
+    from ppruntime.build import build_pipeline
+    from ppruntime.config import load
+    from ppruntime.data.batches import open_data
+    from ppruntime.ranks import Layout, join, leave
+    from ppruntime.trainer import Trainer
+
+    config = load([CONFIG], [*SMALL, *overrides])
+    layout = Layout(config.pp.size, config.parallel.dp, config.parallel.ep)
+    ranks = join(layout, use_cuda=False, timeout_seconds=120)
+    pipeline = build_pipeline(config, ranks)
+    try:
+        yield Trainer(config, ranks, pipeline), open_data(config), ranks
+    finally:
+        dist.barrier()
+        pipeline.transport.close()
+        leave()
+
+
+def whole(tensor: Any) -> Any:
+    """A copy of a parameter or gradient with the rows of all ranks. A collective."""
+    from torch.distributed.tensor import DTensor
+
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

@@ -6,14 +6,11 @@ those of tables with one micro-batch a rank, which are the bits of one process.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from small_runs import CONFIG, SMALL, train
-from torch.distributed.tensor import DTensor
+from small_runs import CONFIG, train, trainer_of, whole
 
 from ppruntime.config import load
 from ppruntime.config.errors import ConfigError
@@ -33,36 +30,11 @@ TWO_LAYERS = (
 ONE = ("pp.size=1",)
 
 
-@contextmanager
-def trainer_of(overrides: tuple[str, ...]):
-    """A trainer, its data and its ranks, for one rank of a started world."""
-    from ppruntime.build import build_pipeline
-    from ppruntime.config import load
-    from ppruntime.data.batches import open_data
-    from ppruntime.ranks import Layout, join, leave
-    from ppruntime.trainer import Trainer
-
-    config = load([CONFIG], [*SMALL, *TWO_LAYERS, *overrides])
-    layout = Layout(config.pp.size, config.parallel.dp, config.parallel.ep)
-    ranks = join(layout, use_cuda=False, timeout_seconds=120)
-    pipeline = build_pipeline(config, ranks)
-    try:
-        yield Trainer(config, ranks, pipeline), open_data(config), ranks
-    finally:
-        dist.barrier()
-        pipeline.transport.close()
-        leave()
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def two_steps(rank: int, overrides: tuple[str, ...]):
     """Results of two steps, the first step's gradient of the table, all weights behind them."""
     import ppruntime.trainer as module
 
-    with trainer_of(overrides) as (trainer, data, _):
+    with trainer_of((*TWO_LAYERS, *overrides)) as (trainer, data, _):
         norm, grads = module.global_norm, []
 
         def spied(params, *args, **options):
@@ -153,8 +125,9 @@ def shares(rank: int):
         told.append((what, sum(map(len, outgoing))))
         return begin(self, outgoing, incoming, what)
 
-    with trainer_of((*ONE, "parallel.ep=2", "train.num_micro_batches=3", "pp.schedule=1f1b_w",
-                     "engram.lookups_ahead=2")) as (trainer, data, _):  # fmt: skip
+    ahead = (*ONE, "parallel.ep=2", "train.num_micro_batches=3", "pp.schedule=1f1b_w")
+    ahead += ("engram.lookups_ahead=2",)
+    with trainer_of((*TWO_LAYERS, *ahead)) as (trainer, data, _):
         ProcessExchange.begin = noted
         trainer.step(0, data)
         ProcessExchange.begin = begin
@@ -186,7 +159,7 @@ def saved(rank: int, path: str, overrides: tuple[str, ...], save_to: str | None)
     """Everything that this rank finds in a checkpoint, whole; saved again if wanted."""
     from ppruntime import checkpoint
 
-    with trainer_of(overrides) as (trainer, _, ranks):
+    with trainer_of((*TWO_LAYERS, *overrides)) as (trainer, _, ranks):
         tensors = trainer.state_tensors()
         training = checkpoint.load(Path(path), tensors, group=ranks.world_group)
         if save_to is not None:

@@ -8,15 +8,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from small_runs import CONFIG, SMALL, train
-from torch.distributed.tensor import DTensor
+from small_runs import train, trainer_of, whole
 
 from ppruntime.compare import compare_metrics
 from ppruntime.metrics import read_metrics
@@ -38,31 +34,6 @@ TWO_LAYERS = (
 EP2 = ("pp.size=1", "parallel.ep=2", "train.num_micro_batches=2")
 
 
-@contextmanager
-def trainer_of(overrides: tuple[str, ...]) -> Iterator[tuple]:
-    """A trainer, its data and its ranks, for one rank of a started world."""
-    from ppruntime.build import build_pipeline
-    from ppruntime.config import load
-    from ppruntime.data.batches import open_data
-    from ppruntime.ranks import Layout, join, leave
-    from ppruntime.trainer import Trainer
-
-    config = load([CONFIG], [*SMALL, *COMMON, *overrides])
-    layout = Layout(config.pp.size, config.parallel.dp, config.parallel.ep)
-    ranks = join(layout, use_cuda=False, timeout_seconds=120)
-    pipeline = build_pipeline(config, ranks)
-    try:
-        yield Trainer(config, ranks, pipeline), open_data(config), ranks
-    finally:
-        dist.barrier()
-        pipeline.transport.close()
-        leave()
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 # --- against one process --------------------------------------------------------------------------
 
 
@@ -71,7 +42,7 @@ def first_gradients(rank: int, overrides: tuple[str, ...]):
     of this rank with its first expert."""
     import ppruntime.trainer as module
 
-    with trainer_of(overrides) as (trainer, data, ranks):
+    with trainer_of((*COMMON, *overrides)) as (trainer, data, ranks):
         found: dict[tuple[str, int], torch.Tensor] = {}
         norm = module.global_norm
 
@@ -117,7 +88,7 @@ def state(rank: int, path: str, overrides: tuple[str, ...], save_to: str | None)
     """Everything that this rank finds in a checkpoint, whole; saved again if wanted."""
     from ppruntime import checkpoint
 
-    with trainer_of(overrides) as (trainer, _, ranks):
+    with trainer_of((*COMMON, *overrides)) as (trainer, _, ranks):
         tensors = trainer.state_tensors()
         training = checkpoint.load(Path(path), tensors, group=ranks.world_group)
         if save_to is not None:
@@ -168,7 +139,7 @@ def train_unbalanced(rank: int, overrides: tuple[str, ...]):
         return routes
 
     AllToAll.routes = noted
-    with trainer_of(overrides) as (trainer, data, _):
+    with trainer_of((*COMMON, *overrides)) as (trainer, data, _):
         for name, buffer in trainer.pipeline.buffers.items():
             if name.endswith("router.bias"):
                 buffer[0] = 1e4

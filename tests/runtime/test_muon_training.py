@@ -7,15 +7,12 @@ orthogonalising enlarges what differs in directions with small singular values.
 from __future__ import annotations
 
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 
 import naive_muon
 import pytest
 import torch
-import torch.distributed as dist
-from small_runs import CONFIG, SMALL, train
-from torch.distributed.tensor import DTensor
+from small_runs import CONFIG, SMALL, train, trainer_of, whole
 
 from ppruntime.compare import compare_metrics
 from ppruntime.config import load
@@ -56,30 +53,6 @@ V4 = (
 )
 
 
-@contextmanager
-def trainer_of(overrides: tuple[str, ...]):
-    """A trainer, its data and its ranks, for one rank of a started world."""
-    from ppruntime.build import build_pipeline
-    from ppruntime.data.batches import open_data
-    from ppruntime.ranks import Layout, join, leave
-    from ppruntime.trainer import Trainer
-
-    config = load([CONFIG], [*SMALL, *MUON, *overrides])
-    layout = Layout(config.pp.size, config.parallel.dp, config.parallel.ep)
-    ranks = join(layout, use_cuda=False, timeout_seconds=120)
-    pipeline = build_pipeline(config, ranks)
-    try:
-        yield Trainer(config, ranks, pipeline), open_data(config), ranks
-    finally:
-        dist.barrier()
-        pipeline.transport.close()
-        leave()
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def run(overrides, run_ranks, run_dir, num_ranks=1):
     told = run_ranks(num_ranks, train, str(run_dir), (*MUON, *overrides))
     assert [code for code, _, _ in told] == [0] * num_ranks, told
@@ -94,7 +67,7 @@ def three_steps(rank: int, overrides: tuple[str, ...]):
     this rank's part where experts are split, and the learning rates."""
     import ppruntime.trainer as module
 
-    with trainer_of(overrides) as (trainer, data, _):
+    with trainer_of((*MUON, *overrides)) as (trainer, data, _):
         params = trainer.pipeline.params
         before = {name: whole(param) for name, param in params.items()}
         grads: dict[str, list[torch.Tensor]] = {name: [] for name in params}
@@ -229,7 +202,7 @@ def state(rank: int, path: str, overrides: tuple[str, ...], save_to: str | None)
     """Everything that this rank finds in a checkpoint, whole; saved again if wanted."""
     from ppruntime import checkpoint
 
-    with trainer_of(overrides) as (trainer, _, ranks):
+    with trainer_of((*MUON, *overrides)) as (trainer, _, ranks):
         tensors = trainer.state_tensors()
         training = checkpoint.load(Path(path), tensors, group=ranks.world_group)
         if save_to is not None:
