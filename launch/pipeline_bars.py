@@ -114,10 +114,11 @@ def _bars_of(where: str, of: dict[str, Case]) -> Iterator[Bar]:
         for name, case in of.items()
         if none is not None and name != "torch"
     }
+    nccl = min((name for name in lost if name.split()[0] == "nccl"), key=len, default="")
     for name in _NO_SMS:
-        if name in lost and lost.get("nccl", 0.0) > 0:
-            what = f"{where}, {name}: of the cycle that nccl loses to transfers"
-            yield Bar.of(what, lost[name] / lost["nccl"], _LOSS_BAR)
+        if name in lost and lost.get(nccl, 0.0) > 0:
+            what = f"{where}, {name}: of the cycle that {nccl} loses to transfers"
+            yield Bar.of(what, lost[name] / lost[nccl], _LOSS_BAR)
     torchs = of.get("torch")
     for name, case in of.items():
         if torchs is None or name in ("torch", "none"):

@@ -248,3 +248,17 @@ def test_a_transport_may_come_with_its_thread_blocks_and_how_early_it_receives(k
 def test_another_word_for_a_transport_is_refused():
     with pytest.raises(SystemExit, match=r"--transports nccl/x: write KIND, KIND/BLOCKS"):
         bench_pipeline.parsed_kind("nccl/x")
+
+
+def test_nccl_with_few_thread_blocks_stands_for_it_where_it_ran_no_other_way():
+    cases = [
+        _case("none", cycle=0.01),
+        _case("put", cycle=0.011),
+        _case("nccl 4 CTAs", cycle=0.014),
+    ]
+    found = _values(cases)
+    assert found["put: of the cycle that nccl 4 CTAs loses to transfers"].value == pytest.approx(
+        0.25
+    )
+    found = _values([*cases, _case("nccl", cycle=0.02)])
+    assert found["put: of the cycle that nccl loses to transfers"].value == pytest.approx(0.1)
