@@ -160,8 +160,9 @@ def pipeline(record: dict[str, Any]) -> str:
     )
     note = (
         "`none` moves nothing: a cycle beyond its is lost to transfers. The timeline is fed with"
-        " the run's own mean op times and hops. A host that needs as long as the step holds the"
-        " GPU up."
+        " the run's own mean op times and hops. CUDA lets a host run some hundred milliseconds"
+        " ahead, so its time is near the step's in any case; where it holds the GPU up, the bubble"
+        " is larger than the order's own."
     )
     bars = "".join(
         f"- {'met' if bar['is_met'] else 'MISSED'}: {bar['what']}: {bar['value']:.4g}, at most"
