@@ -57,3 +57,15 @@ def whole(tensor: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def found_in_checkpoint(path: str, overrides: tuple[str, ...], save_to: str | None) -> Any:
+    """Everything that this rank finds in a checkpoint, whole; saved again if wanted."""
+    from ppruntime import checkpoint
+
+    with trainer_of(overrides) as (trainer, _, ranks):
+        tensors = trainer.state_tensors()
+        training = checkpoint.load(Path(path), tensors, group=ranks.world_group)
+        if save_to is not None:
+            checkpoint.save(Path(save_to), tensors, training, group=ranks.world_group)
+        return {name: whole(tensor) for name, tensor in tensors.items()}

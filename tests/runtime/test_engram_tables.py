@@ -6,11 +6,9 @@ those of tables with one micro-batch a rank, which are the bits of one process.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from small_runs import CONFIG, train, trainer_of, whole
+from small_runs import CONFIG, found_in_checkpoint, train, trainer_of, whole
 
 from ppruntime.config import load
 from ppruntime.config.errors import ConfigError
@@ -156,15 +154,8 @@ def test_with_experts_over_ranks_tables_are_too_and_each_row_travels_once(run_ra
 
 
 def saved(rank: int, path: str, overrides: tuple[str, ...], save_to: str | None):
-    """Everything that this rank finds in a checkpoint, whole; saved again if wanted."""
-    from ppruntime import checkpoint
-
-    with trainer_of((*TWO_LAYERS, *overrides)) as (trainer, _, ranks):
-        tensors = trainer.state_tensors()
-        training = checkpoint.load(Path(path), tensors, group=ranks.world_group)
-        if save_to is not None:
-            checkpoint.save(Path(save_to), tensors, training, group=ranks.world_group)
-        return {n: whole(t) for n, t in tensors.items() if "engram.table" in n}
+    found = found_in_checkpoint(path, (*TWO_LAYERS, *overrides), save_to)
+    return {name: tensor for name, tensor in found.items() if "engram.table" in name}
 
 
 def test_tables_and_their_moments_are_saved_at_one_degree_and_loaded_at_others(tmp_path, run_ranks):

@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from small_runs import train, trainer_of, whole
+from small_runs import found_in_checkpoint, train, trainer_of, whole
 
 from ppruntime.compare import compare_metrics
 from ppruntime.metrics import read_metrics
@@ -85,15 +84,7 @@ def test_first_gradients_are_within_a_millionth_of_one_process(run_ranks):
 
 
 def state(rank: int, path: str, overrides: tuple[str, ...], save_to: str | None):
-    """Everything that this rank finds in a checkpoint, whole; saved again if wanted."""
-    from ppruntime import checkpoint
-
-    with trainer_of((*COMMON, *overrides)) as (trainer, _, ranks):
-        tensors = trainer.state_tensors()
-        training = checkpoint.load(Path(path), tensors, group=ranks.world_group)
-        if save_to is not None:
-            checkpoint.save(Path(save_to), tensors, training, group=ranks.world_group)
-        return {name: whole(tensor) for name, tensor in tensors.items()}
+    return found_in_checkpoint(path, (*COMMON, *overrides), save_to)
 
 
 @pytest.mark.long
