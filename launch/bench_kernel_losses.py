@@ -17,6 +17,7 @@ from statistics import fmean, median
 
 import torch
 
+from ppruntime.config.help import kernels_left_to_auto
 from ppruntime.launch.bench_training import trained
 
 CONFIG = Path(__file__).resolve().parent / "configs" / "v41-proxy-8.toml"
@@ -38,8 +39,7 @@ FOUR_LAYERS = (
     "run.tensorboard=false",
     "run.log_interval=1000",
 )
-_PARTS = ("attention", "indexer", "rope", "grouped_output", "norm", "head", "mhc", "engram")
-KERNELS = tuple(f"kernels.{part}=auto" for part in _PARTS)
+KERNELS = kernels_left_to_auto(but=("linear",))
 FP8 = ("kernels.linear=auto", "moe.compute.backend=triton")
 RUNS: dict[str, tuple[str, ...]] = {
     "reference": ("kernels.head=chunked",),

@@ -28,6 +28,7 @@ import torch
 
 from ppruntime.build import build_pipeline
 from ppruntime.config import Config, load
+from ppruntime.config.help import kernels_left_to_auto
 from ppruntime.data.batches import open_data
 from ppruntime.host_memory import HostPool, Lane, pieces
 from ppruntime.launch.command_line import command_line
@@ -52,12 +53,11 @@ KNOBS: Mapping[str, tuple[str, ...]] = {
     "no recomputation, offload, paced": ("ac.mode=none", *_PACED),
 }
 """Name -> overrides. The first one is what the others are measured against."""
-_PARTS = ("attention", "indexer", "rope", "grouped_output", "norm", "compressor", "head", "mhc")
 ONE_GPU = (
     "model.num_experts=6",
     "ac.mode=full_moe",
     "moe.compute.backend=triton",
-    *(f"kernels.{part}=auto" for part in (*_PARTS, "engram")),
+    *kernels_left_to_auto(but=("linear",)),
 )
 """What lies under the given overrides on a GPU: eight layers at full width and three micro-batches
 in flight then fit into 141 GB, by a plan of 128 GB, and take a step in seconds."""

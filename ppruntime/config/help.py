@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import typing
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +42,13 @@ def key_helps() -> tuple[KeyHelp, ...]:
     keys = _of_struct(Config, _texts(config_keys), "")
     preset = next(key for key in keys if key.name == "model.name")
     return (preset, *(sizes[f"model.{name}"] for name in names), *(k for k in keys if k != preset))
+
+
+def kernels_left_to_auto(*, but: Collection[str] = ()) -> tuple[str, ...]:
+    """`kernels.NAME=auto` for every key of `[kernels]` that takes it, save those in `but`."""
+    choices = typing.get_type_hints(config_keys.Kernels)
+    names = [name for name, choice in choices.items() if "auto" in typing.get_args(choice)]
+    return tuple(f"kernels.{name}=auto" for name in names if name not in but)
 
 
 def _of_struct(

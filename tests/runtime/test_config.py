@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from ppruntime.config import ConfigError, check_world_size, digest, dumps, flatten, load
-from ppruntime.config.help import key_helps
+from ppruntime.config.help import kernels_left_to_auto, key_helps
 from ppruntime.config.keys import Kernels
 
 CONFIGS = sorted((Path(__file__).parents[2] / "launch" / "configs").glob("*.toml"))
@@ -60,6 +60,8 @@ def test_the_file_of_fast_kernels_lies_on_top_of_any_and_leaves_no_choice_out(pa
     assert len(choices) >= 12
     assert {name for name in choices if getattr(config.kernels, name) != "auto"} == set()
     assert config.moe.compute.backend == "auto"
+    assert load([path], kernels_left_to_auto()).kernels == config.kernels
+    assert load([path], kernels_left_to_auto(but=("linear",))).kernels.linear == "reference"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
