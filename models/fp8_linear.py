@@ -25,6 +25,7 @@ from ppruntime.models.fp8_experts import fp32_grad
 from ppruntime.models.fp8_linear_rules import ATTENTION_LINEARS, BLOCK, SHARED_EXPERT
 from ppruntime.models.kernels.expert_backends import ExpertKernels
 from ppruntime.models.kernels.fp8_linear_backends import (
+    DENSE_BACKENDS,
     LinearBackend,
     dense_layout,
     linear_kernels,
@@ -390,13 +391,9 @@ def _(
 def _linear_shapes(x_NI: Tensor, weight: Tensor, backend: str) -> list[Tensor]:
     num_rows, width = x_NI.shape
     padded = (num_rows + GROUP - 1) // GROUP * GROUP
-    dense = LinearBackend(backend) in _DENSE
+    dense = LinearBackend(backend) in DENSE_BACKENDS
     columns = columns_like(x_NI, padded, width, tile_scales=False, dense=dense)
     return [x_NI.new_empty(num_rows, weight.shape[1]), *columns]
-
-
-_DENSE = (LinearBackend.DEEP_GEMM, LinearBackend.FASTEST)
-"""Backends whose kernels have `dense_columns`."""
 
 
 @torch.library.custom_op("ppruntime::fp8_rotated_linear", mutates_args=())

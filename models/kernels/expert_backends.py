@@ -83,7 +83,6 @@ def expert_kernels(backend: ExpertBackend) -> ExpertKernels:
         own,
         grouped_gemm=deep_gemm.grouped_gemm,
         grouped_weight_grad=deep_gemm.grouped_weight_grad,
-        dense_columns=True,
     )
 
 

@@ -64,6 +64,10 @@ def scaled_mm_fits(num_in: int) -> bool:
     return num_in // GROUP % 4 == 0
 
 
+DENSE_BACKENDS = (LinearBackend.DEEP_GEMM, LinearBackend.FASTEST)
+"""Those whose weight gradients take columns as one matrix."""
+
+
 def linear_kernels(backend: LinearBackend) -> ExpertKernels:
     """The backend's functions: `grouped_gemm` takes and gives one group only. Raises RuntimeError
     with `unavailable_reason` if it cannot run."""
@@ -77,7 +81,9 @@ def linear_kernels(backend: LinearBackend) -> ExpertKernels:
     if backend is LinearBackend.SCALED_MM:
         return replace(expert_kernels(ExpertBackend.TRITON), grouped_gemm=_by_scaled_mm)
     product = _by_deep_gemm if backend is LinearBackend.DEEP_GEMM else _by_the_fastest
-    return replace(expert_kernels(ExpertBackend.DEEP_GEMM), grouped_gemm=product)
+    dense = backend in DENSE_BACKENDS
+    own = expert_kernels(ExpertBackend.DEEP_GEMM)
+    return replace(own, grouped_gemm=product, dense_columns=dense)
 
 
 def unavailable_reason(backend: LinearBackend) -> str | None:
