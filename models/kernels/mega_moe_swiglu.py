@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ppruntime.models.kernels.quantize import GROUP
-from ppruntime.models.kernels.rounding import to_bf16
+from ppruntime.models.kernels.rounding import sigmoid, to_bf16
 from ppruntime.models.kernels.swiglu import swiglu_reference
 
 _ROWS = 32
@@ -35,11 +35,6 @@ class Bf16SwigluGrads(NamedTuple):
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
 def _swiglu_bf16(
     z_ptr, weight_ptr, pair_ptr, inner_ptr, limit, F: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
@@ -52,7 +47,7 @@ def _swiglu_bf16(
     weight = tl.load(weight_ptr + rows)[:, None]
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
-    inner = gate * _sigmoid(gate) * up * weight
+    inner = gate * sigmoid(gate) * up * weight
     tl.store(inner_ptr + wide_rows * F + channels, to_bf16(inner))
 
 
@@ -91,10 +86,10 @@ def _swiglu_bf16_backward(
     gate_open, up_open = gate <= limit, tl.abs(up) <= limit
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
-    sigmoid = _sigmoid(gate)
-    silu = gate * sigmoid
+    opening = sigmoid(gate)
+    silu = gate * opening
     weighted = grad * weight
-    gate_grad = tl.where(gate_open, weighted * up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), 0.0)
+    gate_grad = tl.where(gate_open, weighted * up * opening * (1.0 + gate * (1.0 - opening)), 0.0)
     up_grad = tl.where(up_open, weighted * silu, 0.0)
     tl.store(gate_up_ptr + z_offsets, to_bf16(gate_grad))
     tl.store(gate_up_ptr + z_offsets + F, to_bf16(up_grad))

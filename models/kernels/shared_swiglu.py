@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ppruntime.models.kernels.rounding import to_bf16
+from ppruntime.models.kernels.rounding import sigmoid, to_bf16
 
 _BLOCK = 1024
 
@@ -96,7 +96,7 @@ def _forward_kernel(z_ptr, h_ptr, limit, F: tl.constexpr, BLOCK: tl.constexpr):
     up = tl.load(z_ptr + row * (2 * F) + F + channels, mask=inside, other=0.0).to(tl.float32)
     gate = _below(gate, limit)
     up = _below(_above(up, -limit), limit)
-    _store(h_ptr + row * F + channels, gate * _sigmoid(gate) * up, inside)
+    _store(h_ptr + row * F + channels, gate * _opening(gate) * up, inside)
 
 
 @triton.jit
@@ -111,17 +111,17 @@ def _backward_kernel(dh_ptr, z_ptr, dz_ptr, limit, F: tl.constexpr, BLOCK: tl.co
     gate_is_open, up_is_open = gate <= limit, (up <= limit) & (up >= -limit)
     gate = _below(gate, limit)
     up = _below(_above(up, -limit), limit)
-    sigmoid = _sigmoid(gate)
-    dgate = dh * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
-    dup = dh * (gate * sigmoid)
+    opening = _opening(gate)
+    dgate = dh * up * (opening * (1.0 + gate * (1.0 - opening)))
+    dup = dh * (gate * opening)
     _store(dz_ptr + at_gate, tl.where(gate_is_open, dgate, 0.0), inside)
     _store(dz_ptr + at_gate + F, tl.where(up_is_open, dup, 0.0), inside)
 
 
 @triton.jit
-def _sigmoid(x):
-    # Below, it is zero to 34 digits, and the exponential would overflow.
-    return 1.0 / (1.0 + tl.exp(-_above(x, -80.0)))
+def _opening(x):
+    # Below, it is zero to 34 digits, and the interpreter's exponential would overflow.
+    return sigmoid(_above(x, -80.0))
 
 
 @triton.jit
