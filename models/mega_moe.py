@@ -77,7 +77,7 @@ from ppruntime.models.mega_moe_plan import PoolPlan, make_plan, pool_rows, unpac
 from ppruntime.models.mega_moe_rules import (
     MeetingError,
     most_pool_rows,
-    rows_with_slack,
+    room_after,
     told_words,
 )
 from ppruntime.models.router import Routing
@@ -298,11 +298,8 @@ class MegaMoe:
         return room
 
     def _make_room(self, layer: int, num_rows: int) -> None:
-        """For as many rows the next time. The size stays while it fits and is not twice too large,
-        so that the memory of one micro-batch serves the next."""
-        room, wanted = self._room(layer), rows_with_slack(num_rows)
-        if num_rows > room or 2 * wanted < room:
-            self.rooms[layer] = max(wanted, self._fair_share)
+        """For as many rows the next time."""
+        self.rooms[layer] = room_after(self._room(layer), num_rows, self._fair_share)
 
     def _try(self, packed: Tensor, matrices: Matrices, limit: float) -> _Tried:
         """The passes of a forward between its meetings, in a pool of as many blocks as `packed`."""

@@ -39,6 +39,15 @@ def rows_with_slack(num_rows: int) -> int:
     return -(-(num_rows + num_rows // 16) // BLOCK) * BLOCK
 
 
+def room_after(room: int, num_rows: int, fair_share: int) -> int:
+    """The room of a layer's next pool, after one of `room` rows got `num_rows`. It stays while it
+    fits and is not twice too large, so that the memory of one micro-batch serves the next; never
+    less than a fair share."""
+    wanted = rows_with_slack(num_rows)
+    fits = num_rows <= room <= 2 * wanted
+    return room if fits else max(wanted, fair_share)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaShape:
     """What an arena is made for, see `mega_moe_arena`. Alike on all ranks."""

@@ -13,7 +13,7 @@ from ppruntime.models.mega_moe_plan import (
     pool_rows,
     unpacked,
 )
-from ppruntime.models.mega_moe_rules import ArenaShape, PoolOverflow, most_pool_rows
+from ppruntime.models.mega_moe_rules import ArenaShape, PoolOverflow, most_pool_rows, room_after
 
 
 def counts_of(routings, num_experts):
@@ -101,3 +101,20 @@ def test_an_arena_has_room_for_each_region_and_no_more():
     assert shape.offset("places") - shape.offset("rows") == 2 * 8192 * 5120
     assert shape.num_bytes - shape.offset("places") == 2 * 6 * 8192 * 5120
     assert 0.58e9 < shape.num_bytes < 0.6e9
+
+
+@pytest.mark.parametrize(
+    ("room", "num_rows", "next_room"),
+    [
+        (1024, 1024, 1024),  # fits
+        (1024, 640, 1024),  # not twice too large
+        (1024, 1025, 1152),  # too small: a sixteenth more than came, in whole blocks
+        (8192, 1024, 1152),  # far too large
+        (8192, 0, 512),  # never less than a fair share
+        (512, 0, 512),
+    ],
+)
+def test_a_pool_keeps_its_room_while_what_comes_fits_and_fills_half_of_it(
+    room, num_rows, next_room
+):
+    assert room_after(room, num_rows, fair_share=512) == next_room
