@@ -21,7 +21,8 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
 
 - Anything between hosts: `put` over InfiniBand, `nccl` over a network. More than two GPUs.
 - Of the pipeline bench: Async1F1B over nccl and without transfers at today's speed, torch's
-  DualPipeV (the run before, with slower layers, had it at 1.09 x ours). Gradients' digests differ
+  DualPipeV (pipeline-torch-before.json, with slower layers, has it at 1.09 x ours; it has two sets
+  of losses at M = 16, by a race in mHC that is mended). Gradients' digests differ
   wherever attention adds up its keys' gradients by atomics; pipeline-bits.json has the ordered
   sums, and one set of bits for all three transports. One GPU alone (`pp.size=1`) ran out of 80 s.
 - pipeline-infiniband.json misses its bar because nccl got faster there: its products leave 12
@@ -35,8 +36,8 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
 - After the last GPU minute: tails of attention's output turned and kept in one pass
   (layers-halves.json has two) and columns of dense linears made as deep_gemm takes them, expected
   to take 0.3 and 0.2 ms off a half by packages; mHC's backward that mixes the gradient in `read`'s
-  (0.34 GB less); weight gradients of three and four micro-batches in one launch; `optim.type =
-  "muon"`.
+  (0.34 GB less); the Gluon kernel of FP8 weight gradients, which is nobody's default; weight
+  gradients of three and four micro-batches in one launch; `optim.type = "muon"`.
 - compute-sanitizer's racecheck of mHC reports one place, `coefficients_backward_kernel`: threads
   that hold copies of the same sum write it to the same word. It was looked at, not removed.
 - `bench memory` (copies while a matmul runs: 54 GB/s one way, 46 both ways, in a run whose knobs
