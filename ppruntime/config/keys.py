@@ -82,7 +82,8 @@ class Pipeline(Section, frozen=True):
     transport: Literal["auto", "local", "gloo", "shared_memory", "nccl", "copy_engine", "put"] = (
         "auto"
     )
-    """What moves boundaries between ranks. Default: the fastest one that works here. Bitwise."""
+    """What moves boundaries between ranks. Default: the fastest one that works here. Bitwise at one
+    gemm_sms, whose default is another one for nccl."""
     transport_ctas: Count | None = None
     """Thread blocks that an nccl transfer may occupy. Default: 4, with transport = "auto"
     NCCL's. Bitwise."""
