@@ -23,6 +23,7 @@ EXPERTS = 7
 CASES = [
     ((256, 512), (False, False)),
     ((384, 640), (False, False)),
+    ((384, 512), (False, False)),
     ((384, 512), (False, True)),
     ((256, 384), (True, False)),
     ((4608, 5120), (False, True)),

@@ -379,14 +379,13 @@ def _launch_hopper(
     row_blocks = left_width // tile.rows
     # Groups of one size: where a tile lies then takes no division by a number read at run time.
     group = next(n for n in range(min(tile.group, row_blocks), 0, -1) if row_blocks % n == 0)
-    shared_scales = hopper.TILE_SCALES.value
     operands: list[object] = []
     for left, right, layout in micro_batches:
         operands += [
             hopper.descriptor(left.data.view(-1, GROUP), tile.rows // 2),
             hopper.descriptor(right.data.view(-1, GROUP), columns),
-            hopper.descriptor(left.scale.view(-1), shared_scales if left_tiles else tile.rows // 2),
-            hopper.descriptor(right.scale.view(-1), shared_scales if right_tiles else columns),
+            left.scale if left_tiles else hopper.descriptor(left.scale.view(-1), tile.rows // 2),
+            right.scale if right_tiles else hopper.descriptor(right.scale.view(-1), columns),
             layout.start_E1,
         ]
     operands += [None] * (5 * (MOST_MICRO_BATCHES - len(micro_batches)))

@@ -35,15 +35,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 DATA_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
 """Of both operands in shared memory: 128 contiguous rows of a column are one swizzled line."""
-SCALE_LAYOUT = gl.NVMMASharedLayout(0, 32, 1)
-TILE_SCALES = gl.constexpr(32)
-"""Scales copied where one serves a whole tile: 128 bytes, as targets of copies are aligned."""
+SCALE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 
 
 def descriptor(x: Tensor, box: int) -> TensorDescriptor:
     """Of columns as [blocks x width, 128], or of scales, flat: a copy takes `box` of the first."""
     if x.dim() == 1:
-        return TensorDescriptor.from_tensor(x, [box], SCALE_LAYOUT)
+        return TensorDescriptor.from_tensor(x, [box], SCALE_LAYOUT.value)
     return TensorDescriptor.from_tensor(x, [box, x.shape[1]], DATA_LAYOUT)
 
 
@@ -115,7 +113,7 @@ def _copy(
 ):  # fmt: skip
     """One warp: fills stage after stage, each when both warpgroups have done with what it held."""
     left_shared, right_shared, left_scales, right_scales = shared
-    SCALES: gl.constexpr = (TILE_SCALES if LEFT_TILES else ROWS) + right_scales.shape[1]
+    SCALES: gl.constexpr = (0 if LEFT_TILES else ROWS) + (0 if RIGHT_TILES else COLUMNS)
     BYTES: gl.constexpr = (ROWS + COLUMNS) * 128 + SCALES * 4
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -139,19 +137,17 @@ def _copy(
                 )
                 c = block * C + column
                 tma.async_copy_global_to_shared(right, [c, 0], full, right_shared.index(stage))
-                if LEFT_TILES:
-                    a = block * (A // 128) + row // 128
-                    tma.async_copy_global_to_shared(left_scale, [a], full, left_scales.index(stage))
-                else:
+                if not LEFT_TILES:
                     tma.async_copy_global_to_shared(
                         left_scale, [a], full, left_scales.index(2 * stage)
                     )
                     tma.async_copy_global_to_shared(
                         left_scale, [a + 64], full, left_scales.index(2 * stage + 1)
                     )
-                if RIGHT_TILES:
-                    c = block * (C // 128) + column // 128
-                tma.async_copy_global_to_shared(right_scale, [c], full, right_scales.index(stage))
+                if not RIGHT_TILES:
+                    tma.async_copy_global_to_shared(
+                        right_scale, [c], full, right_scales.index(stage)
+                    )
                 step += 1
             if PREFETCH:
                 # The sums come as many steps later as there are stages. What the second
@@ -172,7 +168,7 @@ def _add(place, x, IN_CACHE: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    acc_ptr, starts, shared, ready, free, num_tiles, WARPGROUP: gl.constexpr,
+    acc_ptr, operands, starts, shared, ready, free, num_tiles, WARPGROUP: gl.constexpr,
     A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     GROUP: gl.constexpr, LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, NUM: gl.constexpr,
     TURNED: gl.constexpr, IN_CACHE: gl.constexpr, STAGES: gl.constexpr,
@@ -196,13 +192,25 @@ def _multiply(
         for i in gl.static_range(NUM):
             first_row, stop_row = gl.load(starts[i] + expert), gl.load(starts[i] + expert + 1)
             num_blocks = (stop_row - first_row) // 128
+            left_scale, right_scale = operands[4 * i + 2], operands[4 * i + 3]
+            if LEFT_TILES:
+                left_scale += first_row // 128 * (A // 128) + row // 128
+            if RIGHT_TILES:
+                right_scale += first_row // 128 * (C // 128) + (column + FIRST) // 128
             # Each micro-batch is summed from zero and added by itself: the same bits as one launch
             # each.
             upper = gl.zeros([64, OWN], gl.float32, layout=MMA)
             lower = gl.zeros([64, OWN], gl.float32, layout=MMA)
             # Half a step a time: from one place in the code, all products use the same registers.
-            for _ in range(0, 2 * num_blocks):
+            for half_block in range(0, 2 * num_blocks):
                 half = step % 2
+                # One scale of a whole tile comes straight from memory, while operands and product
+                # are waited for: copies of 128 bytes that begin anywhere, and reach over the end of
+                # all scales, were an illegal instruction on an H200.
+                if LEFT_TILES:
+                    of_tile = gl.load(left_scale + half_block // 2 * (A // 128))
+                if RIGHT_TILES:
+                    of_own = gl.load(right_scale + half_block // 2 * (C // 128))
                 stage = step // 2 % STAGES
                 mbarrier.wait(ready.index(stage), step // (2 * STAGES) & 1)
                 product = warpgroup_mma(
@@ -215,14 +223,13 @@ def _multiply(
                 product = warpgroup_mma_wait(0, deps=(product,))
                 # Read afterwards: there are no registers left to hold them during the product.
                 if LEFT_TILES:
-                    of_rows = left_scales.index(stage).slice(0, 1).load(OF_ROWS)
+                    of_rows = gl.full([64], of_tile, gl.float32, layout=OF_ROWS)
                 else:
                     of_rows = left_scales.index(2 * stage + half).load(OF_ROWS)
-                own_scales = right_scales.index(stage)
                 if RIGHT_TILES:
-                    of_columns = own_scales.slice(FIRST // 128, 1).load(OF_COLUMNS)
+                    of_columns = gl.full([OWN], of_own, gl.float32, layout=OF_COLUMNS)
                 else:
-                    of_columns = own_scales.slice(FIRST, OWN).load(OF_COLUMNS)
+                    of_columns = right_scales.index(stage).slice(FIRST, OWN).load(OF_COLUMNS)
                 mbarrier.arrive(free.index(stage), count=1, pred=half == 1)
                 scale = of_rows[:, None] * of_columns[None, :]
                 # Predicated: before branches, scales would need registers that are not there.
@@ -249,11 +256,8 @@ def weight_grad_kernel(
     """`grouped_gemm._grouped_weight_grad`; any number of programs share the tiles.
 
     Descriptors by `descriptor`: left in boxes of 64 columns, right of COLUMNS; scales in boxes of
-    as many, or of TILE_SCALES where they are tiles'.
+    as many, or as they are where one serves a tile.
     """
-    SCALE: gl.constexpr = left_scale0.layout
-    LEFT_SCALES: gl.constexpr = [STAGES, TILE_SCALES] if LEFT_TILES else [2 * STAGES, 64]
-    RIGHT_SCALES: gl.constexpr = [STAGES, TILE_SCALES if RIGHT_TILES else COLUMNS]
     operands = (
         left0, right0, left_scale0, right_scale0, left1, right1, left_scale1, right_scale1,
         left2, right2, left_scale2, right_scale2, left3, right3, left_scale3, right_scale3,
@@ -262,8 +266,8 @@ def weight_grad_kernel(
     shared = (
         gl.allocate_shared_memory(left0.dtype, [2 * STAGES, 64, 128], left0.layout),
         gl.allocate_shared_memory(left0.dtype, [STAGES, COLUMNS, 128], left0.layout),
-        gl.allocate_shared_memory(gl.float32, LEFT_SCALES, SCALE),
-        gl.allocate_shared_memory(gl.float32, RIGHT_SCALES, SCALE),
+        gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], SCALE_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], SCALE_LAYOUT),
     )
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -274,12 +278,12 @@ def weight_grad_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                acc_ptr, starts, shared, ready, free, num_tiles, 0, A, C, ROWS, COLUMNS, GROUP,
-                LEFT_TILES, RIGHT_TILES, NUM, TURNED, IN_CACHE, STAGES,
+                acc_ptr, operands, starts, shared, ready, free, num_tiles, 0, A, C, ROWS, COLUMNS,
+                GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, IN_CACHE, STAGES,
             )),
             (_multiply, (
-                acc_ptr, starts, shared, ready, free, num_tiles, 1, A, C, ROWS, COLUMNS, GROUP,
-                LEFT_TILES, RIGHT_TILES, NUM, TURNED, IN_CACHE, STAGES,
+                acc_ptr, operands, starts, shared, ready, free, num_tiles, 1, A, C, ROWS, COLUMNS,
+                GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, IN_CACHE, STAGES,
             )),
             (_copy, (
                 acc_ptr, operands, starts, shared, ready, free, num_tiles, A, C, ROWS, COLUMNS,
