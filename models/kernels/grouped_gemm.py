@@ -63,7 +63,7 @@ WEIGHT_GRAD_TILE = Tile(num_stages=3, prefetch=True, max_registers=168)
 the price of a few spilled registers."""
 
 HOPPER_WEIGHT_GRAD_TILE = Tile(
-    128, 256, num_stages=4, group=12, prefetch=True, hopper=True, adds_in_cache=True
+    128, 256, num_stages=3, group=12, prefetch=True, hopper=True, adds_in_cache=True
 )
 """Nobody's default: not measured yet. `columns` are 128 where the width is no multiple of 256."""
 

@@ -157,9 +157,18 @@ def _copy(
                 is_first = is_first & (first_block >= stop_block)
 
 
+@gluon.constexpr_function
+def _whole_lines(columns):
+    """A layout of 64 rows in which a warp has the 16 rows that it has of a product, but of each row
+    all columns at once, a thread four of them."""
+    lanes = columns // 4
+    return gl.BlockedLayout([lanes // 2, 4], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
 @gluon.jit
-def _add(place, x, IN_CACHE: gl.constexpr):
+def _add(place, x, OUT: gl.constexpr, IN_CACHE: gl.constexpr):
     """Nobody else adds there, and a thread's accesses to one place keep their order."""
+    x = gl.convert_layout(x, OUT)
     if IN_CACHE:
         gl.atomic_add(place, x, sem="relaxed")
     else:
@@ -182,8 +191,11 @@ def _multiply(
     OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, MMA)
     ROW_STRIDE: gl.constexpr = 1 if TURNED else C
     COLUMN_STRIDE: gl.constexpr = A if TURNED else 1
-    rows = gl.arange(0, 64, layout=OF_ROWS)
-    columns = FIRST + gl.arange(0, OWN, layout=OF_COLUMNS)
+    # As products lie in registers, an instruction would touch eight rows, 32 bytes of each, and
+    # take as long as for eight whole lines.
+    OUT: gl.constexpr = MMA if TURNED else _whole_lines(OWN)
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
+    columns = FIRST + gl.arange(0, OWN, layout=gl.SliceLayout(0, OUT))
     offsets = rows[:, None] * ROW_STRIDE + columns[None, :] * COLUMN_STRIDE
     nothing = gl.zeros([64, OWN], gl.float32, layout=MMA)
     step = 0
@@ -238,8 +250,8 @@ def _multiply(
                 step += 1
             if num_blocks > 0:
                 place = _accumulator(acc_ptr, expert, row, column, A, C, TURNED)
-                _add(place + offsets, upper, IN_CACHE)
-                _add(place + 64 * ROW_STRIDE + offsets, lower, IN_CACHE)
+                _add(place + offsets, upper, OUT, IN_CACHE)
+                _add(place + 64 * ROW_STRIDE + offsets, lower, OUT, IN_CACHE)
 
 
 @gluon.jit(do_not_specialize=["num_tiles"])
