@@ -51,13 +51,16 @@ class Tile:
     max_registers: int | None = None
     """A thread's at the most; fewer than it would take leave room for more programs."""
     hopper: bool = False
-    """Weight gradient only: by the Gluon kernel of grouped_gemm_hopper.py, whose programs stay."""
+    """By the Gluon kernels of grouped_gemm_hopper.py and mega_moe_gemm_hopper.py, in tiles of 128
+    rows; their programs stay."""
     adds_in_cache: bool = False
     """That kernel: the second-level cache adds; no program reads the accumulator."""
 
 
 FORWARD_TILE = Tile()
 """Best on H200 (Triton 3.6) of those in docs/bench/moe-experts.json, as programs that stay."""
+HOPPER_TILE = Tile(128, 256, num_stages=4, group=8, hopper=True)
+"""`columns` are 128 where the width is no multiple of 256."""
 WEIGHT_GRAD_TILE = Tile(num_stages=3, prefetch=True, max_registers=168)
 """Best there too, one program per tile: three on a multiprocessor hide each other's accumulator, at
 the price of a few spilled registers."""
@@ -169,8 +172,11 @@ def grouped_gemm(
     num, outs, _ = weights.data.shape
     y_PO = x.data.new_empty(num_rows, outs, dtype=torch.bfloat16)
     num_tiles = (num_rows // tile.rows) * (outs // tile.columns)
-    if num_tiles:
-        sms = gemm_sms or all_sms(x.data)
+    sms = gemm_sms or all_sms(x.data)
+    if num_rows and tile.hopper:
+        hopper = importlib.import_module("ppruntime.models.kernels.mega_moe_gemm_hopper")
+        hopper.launch(x, weights, layout, y_PO, tile=tile, sms=sms)
+    elif num_tiles:
         _grouped_gemm[(num_programs(num_tiles, tile, sms),)](
             TensorDescriptor.from_tensor(x.data, [tile.rows, GROUP]),
             TensorDescriptor.from_tensor(weights.data.view(num * outs, ins), [tile.columns, GROUP]),

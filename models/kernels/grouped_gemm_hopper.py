@@ -39,10 +39,11 @@ SCALE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 
 
 def descriptor(x: Tensor, box: int) -> TensorDescriptor:
-    """Of columns as [blocks x width, 128], or of scales, flat: a copy takes `box` of the first."""
+    """Of FP8 values, columns as [blocks x width, 128] or rows, or of scales, flat: a copy takes
+    `box` of the first, and 128 values of each."""
     if x.dim() == 1:
         return TensorDescriptor.from_tensor(x, [box], SCALE_LAYOUT.value)
-    return TensorDescriptor.from_tensor(x, [box, x.shape[1]], DATA_LAYOUT)
+    return TensorDescriptor.from_tensor(x, [box, 128], DATA_LAYOUT)
 
 
 @gluon.jit
@@ -158,11 +159,11 @@ def _copy(
 
 
 @gluon.constexpr_function
-def _whole_lines(columns):
+def whole_lines(columns, each):
     """A layout of 64 rows in which a warp has the 16 rows that it has of a product, but of each row
-    all columns at once, a thread four of them."""
-    lanes = columns // 4
-    return gl.BlockedLayout([lanes // 2, 4], [32 // lanes, lanes], [4, 1], [1, 0])
+    all columns at once, a thread `each` of them."""
+    lanes = columns // each
+    return gl.BlockedLayout([lanes // 2, each], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @gluon.jit
@@ -176,6 +177,59 @@ def _add(place, x, OUT: gl.constexpr, IN_CACHE: gl.constexpr):
 
 
 @gluon.jit
+def add_products(
+    upper, lower, step, num_blocks, shared, ready, free, left_scale, right_scale, left_stride,
+    right_stride, FIRST: gl.constexpr, MMA: gl.constexpr, LEFT_TILES: gl.constexpr,
+    RIGHT_TILES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The sums of a warpgroup's two blocks of 64 rows with the products of so many blocks of 128
+    along K added, each scaled in fp32, and the half steps done so far; `FIRST`: its first column in
+    the stages. Pointers to scales are used where one serves a tile: of the first block, and so many
+    apart."""
+    left_shared, right_shared, left_scales, right_scales = shared
+    OWN: gl.constexpr = upper.shape[1]
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
+    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, MMA)
+    nothing = gl.zeros([64, OWN], gl.float32, layout=MMA)
+    # Half a step a time: from one place in the code, all products use the same registers.
+    for half_block in range(0, 2 * num_blocks):
+        half = step % 2
+        # One scale of a whole tile comes straight from memory, while operands and product are
+        # waited for: copies of 128 bytes that begin anywhere, and reach over the end of all scales,
+        # were an illegal instruction on an H200.
+        if LEFT_TILES:
+            of_left = gl.load(left_scale + half_block // 2 * left_stride)
+        if RIGHT_TILES:
+            of_right = gl.load(right_scale + half_block // 2 * right_stride)
+        stage = step // 2 % STAGES
+        mbarrier.wait(ready.index(stage), step // (2 * STAGES) & 1)
+        product = warpgroup_mma(
+            left_shared.index(2 * stage + half),
+            right_shared.index(stage).slice(FIRST, OWN).permute((1, 0)),
+            nothing,
+            use_acc=False,
+            is_async=True,
+        )
+        product = warpgroup_mma_wait(0, deps=(product,))
+        # Read afterwards: there are no registers left to hold them during the product.
+        if LEFT_TILES:
+            of_rows = gl.full([64], of_left, gl.float32, layout=OF_ROWS)
+        else:
+            of_rows = left_scales.index(2 * stage + half).load(OF_ROWS)
+        if RIGHT_TILES:
+            of_columns = gl.full([OWN], of_right, gl.float32, layout=OF_COLUMNS)
+        else:
+            of_columns = right_scales.index(stage).slice(FIRST, OWN).load(OF_COLUMNS)
+        mbarrier.arrive(free.index(stage), count=1, pred=half == 1)
+        scale = of_rows[:, None] * of_columns[None, :]
+        # Predicated: before branches, scales would need registers that are not there.
+        upper = gl.where(half == 0, gl.fma(product, scale, upper), upper)
+        lower = gl.where(half == 0, lower, gl.fma(product, scale, lower))
+        step += 1
+    return upper, lower, step
+
+
+@gluon.jit
 def _multiply(
     acc_ptr, operands, starts, shared, ready, free, num_tiles, WARPGROUP: gl.constexpr,
     A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
@@ -183,21 +237,17 @@ def _multiply(
     TURNED: gl.constexpr, IN_CACHE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile's columns."""
-    left_shared, right_shared, left_scales, right_scales = shared
     OWN: gl.constexpr = COLUMNS // 2
     FIRST: gl.constexpr = WARPGROUP * OWN
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 32])
-    OF_ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
-    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, MMA)
     ROW_STRIDE: gl.constexpr = 1 if TURNED else C
     COLUMN_STRIDE: gl.constexpr = A if TURNED else 1
     # As products lie in registers, an instruction would touch eight rows, 32 bytes of each, and
     # take as long as for eight whole lines.
-    OUT: gl.constexpr = MMA if TURNED else _whole_lines(OWN)
+    OUT: gl.constexpr = MMA if TURNED else whole_lines(OWN, 4)
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     columns = FIRST + gl.arange(0, OWN, layout=gl.SliceLayout(0, OUT))
     offsets = rows[:, None] * ROW_STRIDE + columns[None, :] * COLUMN_STRIDE
-    nothing = gl.zeros([64, OWN], gl.float32, layout=MMA)
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         expert, row, column = _place(tile, A, C, ROWS, COLUMNS, GROUP)
@@ -213,41 +263,10 @@ def _multiply(
             # each.
             upper = gl.zeros([64, OWN], gl.float32, layout=MMA)
             lower = gl.zeros([64, OWN], gl.float32, layout=MMA)
-            # Half a step a time: from one place in the code, all products use the same registers.
-            for half_block in range(0, 2 * num_blocks):
-                half = step % 2
-                # One scale of a whole tile comes straight from memory, while operands and product
-                # are waited for: copies of 128 bytes that begin anywhere, and reach over the end of
-                # all scales, were an illegal instruction on an H200.
-                if LEFT_TILES:
-                    of_tile = gl.load(left_scale + half_block // 2 * (A // 128))
-                if RIGHT_TILES:
-                    of_own = gl.load(right_scale + half_block // 2 * (C // 128))
-                stage = step // 2 % STAGES
-                mbarrier.wait(ready.index(stage), step // (2 * STAGES) & 1)
-                product = warpgroup_mma(
-                    left_shared.index(2 * stage + half),
-                    right_shared.index(stage).slice(FIRST, OWN).permute((1, 0)),
-                    nothing,
-                    use_acc=False,
-                    is_async=True,
-                )
-                product = warpgroup_mma_wait(0, deps=(product,))
-                # Read afterwards: there are no registers left to hold them during the product.
-                if LEFT_TILES:
-                    of_rows = gl.full([64], of_tile, gl.float32, layout=OF_ROWS)
-                else:
-                    of_rows = left_scales.index(2 * stage + half).load(OF_ROWS)
-                if RIGHT_TILES:
-                    of_columns = gl.full([OWN], of_own, gl.float32, layout=OF_COLUMNS)
-                else:
-                    of_columns = right_scales.index(stage).slice(FIRST, OWN).load(OF_COLUMNS)
-                mbarrier.arrive(free.index(stage), count=1, pred=half == 1)
-                scale = of_rows[:, None] * of_columns[None, :]
-                # Predicated: before branches, scales would need registers that are not there.
-                upper = gl.where(half == 0, gl.fma(product, scale, upper), upper)
-                lower = gl.where(half == 0, lower, gl.fma(product, scale, lower))
-                step += 1
+            upper, lower, step = add_products(
+                upper, lower, step, num_blocks, shared, ready, free, left_scale, right_scale,
+                A // 128, C // 128, FIRST, MMA, LEFT_TILES, RIGHT_TILES, STAGES,
+            )  # fmt: skip
             if num_blocks > 0:
                 place = _accumulator(acc_ptr, expert, row, column, A, C, TURNED)
                 _add(place + offsets, upper, OUT, IN_CACHE)

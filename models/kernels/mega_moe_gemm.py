@@ -16,6 +16,8 @@ Shape letters: R pool rows, B = R/128, L experts here, O and I output and input 
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -193,6 +195,10 @@ def mega_gemm(
     if not rows:
         return y_RO
     tile = tile or (FORWARD_TILE if fp8 else BF16_TILE)
+    if tile.hopper:
+        assert fp8, "in FP8 alone"
+        _by_hopper(x, weights, layout, y_RO, tile, ready, homes, gemm_sms, helpers)
+        return y_RO
     columns = tile.columns if outs % tile.columns == 0 else GROUP
     step = GROUP if fp8 else _BF16_STEP
     y_desc = None if y_RO is None else TensorDescriptor.from_tensor(y_RO, [tile.rows, columns])
@@ -219,13 +225,41 @@ def mega_gemm(
             *arguments, helps, *kind, num_warps=tile.num_warps, num_stages=tile.num_stages
         )
 
+    _launch_both(launch, gemm_sms or all_sms(x_data), helpers)
+    return y_RO
+
+
+def _launch_both(launch: Callable[..., None], sms: int, helpers: Helpers | None) -> None:
+    """The product and, behind what runs on their stream, its helpers."""
     if helpers is not None and helpers.stream is None:
         launch(helpers.num_sms, helps=1)
-    launch(gemm_sms or all_sms(x_data), helps=0)
+    launch(sms, helps=0)
     if helpers is not None and helpers.stream is not None:
         with torch.cuda.stream(helpers.stream):
             launch(helpers.num_sms, helps=1)
-    return y_RO
+
+
+def _by_hopper(
+    x: Quantized,
+    weights: Quantized,
+    layout: Layout,
+    y_RO: Tensor | None,
+    tile: Tile,
+    ready: Ready | None,
+    homes: Homes | None,
+    gemm_sms: int | None,
+    helpers: Helpers | None,
+) -> None:
+    hopper = importlib.import_module("ppruntime.models.kernels.mega_moe_gemm_hopper")
+    ticket_1 = helpers.ticket_1 if helpers else None
+
+    def launch(sms: int, *, helps: int) -> None:
+        hopper.launch(
+            x, weights, layout, y_RO,
+            tile=tile, sms=sms, ready=ready, homes=homes, ticket_1=ticket_1, helps=helps,
+        )  # fmt: skip
+
+    _launch_both(launch, gemm_sms or all_sms(x.data), helpers)
 
 
 def mega_gemm_reference(
