@@ -35,9 +35,9 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
   faster FP8 passes; moe-ep2.json has both, without the phases by themselves.
 - After the last GPU minute: tails of attention's output turned and kept in one pass
   (layers-halves.json has two) and columns of dense linears made as deep_gemm takes them, expected
-  to take 0.3 and 0.2 ms off a half by packages; mHC's backward that mixes the gradient in `read`'s
-  (0.34 GB less); the Gluon kernel of FP8 weight gradients, which is nobody's default; weight
-  gradients of three and four micro-batches in one launch; `optim.type = "muon"`.
+  to take 0.3 and 0.2 ms off a half by packages; the Gluon kernel of FP8 weight gradients, which is
+  nobody's default; weight gradients of three and four micro-batches in one launch; `optim.type =
+  "muon"`.
 - compute-sanitizer's racecheck of mHC reports one place, `coefficients_backward_kernel`: threads
   that hold copies of the same sum write it to the same word. It was looked at, not removed.
 - `bench memory` (copies while a matmul runs: 54 GB/s one way, 46 both ways, in a run whose knobs

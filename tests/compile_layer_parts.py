@@ -44,7 +44,7 @@ def compile_mhc(width: int, own_mix: bool) -> list[Compiled]:
             streams, None if own_mix else mix, weight, base, scale, gain, *constants
         )
         mhc._write._init_fn(streams, y, post, comb)
-        _, dpost, dcomb = mhc._write_backward._init_fn(streams, streams, y, post)
+        _, _, dpost, dcomb = mhc._write_backward._init_fn(streams, streams, y, post, comb)
         mhc._read_backward._init_fn(
             x, streams, pre, dpost, dcomb, streams, mix, weight, base, scale, gain, z,
             projected, inverse, comb, *constants, own_mix, True,

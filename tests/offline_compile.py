@@ -106,6 +106,8 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Com
         code = _run("nvdisasm", "-c", file.name)
     wrong = _stack_pointer_reads(code)
     assert not wrong, f"{kernel.__name__}: ptxas lost a value: {wrong[0].strip()}"
+    early = _halves_read_early(code)
+    assert not early, f"{kernel.__name__}: ptxas reads a half before it is there: {early[0]}"
     slots = _slots_of_running_products(binary.asm["ttgir"])
     assert len(set(slots.values())) <= 1, (
         f"{kernel.__name__}: products run on into the next step while their operands have "
@@ -128,6 +130,33 @@ def _stack_pointer_reads(code: str) -> list[str]:
     reads = [line for line in code.splitlines() if re.search(r"[ ,]R1(?:\.\w+)*[ ,;]", line)]
     allowed = r"\bR1, (?:RZ, RZ, )?c\[|(?:IADD3|VIADD) R1, R1,"
     return [line for line in reads if not re.search(allowed, line)]
+
+
+def _halves_read_early(code: str) -> list[str]:
+    """Instructions that take a register's lower half where the next one to write it puts a half
+    there, and what it holds until then was no half: an address, say. ptxas 12.8 makes such code of
+    halves whose bytes are taken apart and which go into words, too.
+
+    Reads code from top to bottom, which is how kernels without loops over such values run."""
+    early: list[str] = []
+    writers: dict[str, str] = {}
+    waiting: dict[str, str] = {}
+    for instruction in re.findall(r"/\*[0-9a-f]{4,5}\*/\s+([^;]+);", code):
+        written = re.match(r"(?:@!?U?P\d )?(\S+) (?:!?U?P\w+, )*(R\d+),", instruction)
+        read = re.search(r"LOP3\.LUT R\d+, (R\d+)(?:\.reuse)?, 0xffff, RZ, 0xc0", instruction)
+        if read and not re.match(_MAKES_HALVES, writers.get(read[1], "")):
+            waiting.setdefault(read[1], instruction.strip())
+        if not written:
+            continue
+        name = written[2]
+        if name in waiting and re.search(rf"PRMT {name}, R\d+\S*, 0x7610, {name}", instruction):
+            early.append(waiting[name])
+        waiting.pop(name, None)
+        writers[name] = written[1]
+    return early
+
+
+_MAKES_HALVES = r"F2FP|F2F|PRMT|LD\S*\.U16|H\w+2|I2I|SEL|MOV|IMAD\.MOV"
 
 
 def _slots_of_running_products(ttgir: str) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """What the offline compiles look for is found where it is: excerpts of code that was wrong once."""
 
-from offline_compile import _slots_of_running_products, _stack_pointer_reads
+from offline_compile import _halves_read_early, _slots_of_running_products, _stack_pointer_reads
 
 LOST_VALUE = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;
@@ -9,6 +9,16 @@ LOST_VALUE = """
         /*a2e0*/                   LOP3.LUT R5, R1, 0xffff, RZ, 0xc0, !PT ;
         /*a8b0*/                   LOP3.LUT R0, R1.reuse, 0xffff, RZ, 0xc0, !PT ;
         /*a8c0*/                   LOP3.LUT R10, R11, 0xffff, RZ, 0xc0, !PT ;
+"""
+
+EARLY_HALF = """
+        /*0070*/                   IMAD R80, R2, 0x100, R79.reuse ;
+        /*14d0*/                   F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R0, R7, R6, RZ ;
+        /*14e0*/                   F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R4, R5, R4, R0 ;
+        /*15d0*/                   LOP3.LUT R24, R80, 0xffff, RZ, 0xc0, !PT ;
+        /*1610*/                   LOP3.LUT R25, R0, 0xffff, RZ, 0xc0, !PT ;
+        /*1660*/                   PRMT R80, R4.reuse, 0x7610, R80 ;
+        /*1670*/                   PRMT R0, R4, 0x7632, R0 ;
 """
 
 PRODUCTS = """
@@ -27,6 +37,11 @@ PRODUCTS = """
 def test_an_instruction_that_computes_with_the_stack_pointer_is_found_and_no_other():
     found = _stack_pointer_reads(LOST_VALUE)
     assert [line.split()[0] for line in found] == ["/*a2e0*/", "/*a8b0*/"]
+
+
+def test_a_half_that_is_read_before_it_is_there_is_found_and_no_other():
+    assert _halves_read_early(EARLY_HALF) == ["LOP3.LUT R24, R80, 0xffff, RZ, 0xc0, !PT"]
+    assert _halves_read_early(EARLY_HALF.replace("IMAD", "PRMT")) == []
 
 
 def test_operands_of_products_that_run_on_are_told_with_their_room():

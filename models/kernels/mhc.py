@@ -2,9 +2,8 @@
 
 `read` makes of the streams, in one pass over them, a sublayer's normed input and its coefficients:
 the projection and the rms, sigmoids and Sinkhorn, the collapse. `write` makes the streams after it.
-The streams' gradient is formed once: `write` hands back the gradient of its result as it came, and
-`read`'s backward mixes it and adds what comes through collapse, projection and rms. So the handle
-that `read` gives to `write` is for `write` alone, with the coefficients that came with it.
+`write`'s backward mixes the gradient of its result; `read`'s adds what comes through collapse,
+projection and rms, and stores the sum.
 
 Bytes per unit of V4.1 at N = 8,192 tokens in bf16 (streams 335.5 MB, one of width D 83.9 MB):
 
@@ -12,16 +11,18 @@ Bytes per unit of V4.1 at N = 8,192 tokens in bf16 (streams 335.5 MB, one of wid
     coefficients, norm     z, x out                                       0.168 GB
     write                  streams, y, streams out                        0.755 GB
     forward                                                               1.342 GB
-    write, backward        gradient, streams, y, dy out                   0.839 GB
+    write, backward        gradient, streams, y, dy out, gradient out     1.174 GB
     norm, backward         dx, z, dz out                                  0.252 GB
     read, backward         gradient, streams, dz, gradient out            1.091 GB
-    backward                                                              2.181 GB
+    backward                                                              2.517 GB
     weight gradient        streams (may be put off)                       0.336 GB
 
 Parts of sums are 0.03 GB of it more forward, the weight's three parts 5 MB in either direction.
 Were `write` and the next unit's `read` one pass, it would be 0.84 and 1.26 GB: that needs the next
 unit's weights in this one, which units that are cut, sharded and recomputed one by one do not have.
-The norm's gradient made in `read`'s backward would save dz, and cost reading dx and z once more.
+Mixed in `read`'s backward, the gradient would be written once, 0.34 GB less: but there gradients of
+four streams and a product want registers at once, and it was slower by more than that (0.92 ms
+without the weight gradient, against 0.82; H200).
 
 For the backward stay z, y, the projection, two rms and the coefficients: 168 MB + 1.6 MB; V4, whose
 mix is its own coefficients, reads the streams once more in either direction.
@@ -50,9 +51,8 @@ _PROJECT = (64, 64, 4, 4)
 """Tokens and channels of a step where streams are projected, warps, steps in flight."""
 _PROJECT_REGISTERS = 168
 """At the most, up to four streams: three programs of four warps then share a multiprocessor."""
-_BACK = (64, 32, 8, 2)
-"""The same where the projection's gradient meets the weights, of all streams. Eight streams' do not
-fit a multiprocessor twice: there, one step in flight."""
+_BACK = (64, 64, 8, 3)
+"""The same where the projection's gradient meets the weights."""
 _WEIGHT_GRAD = (64, 128, 4, 3)
 """The same where it meets the streams."""
 _ROW_BLOCK = 1024
@@ -60,14 +60,12 @@ _ROW_BLOCK = 1024
 _SHARE = 1024
 """Channels of each stream that one program takes at the most: a program per block of tokens would
 leave most of a GPU's memory lanes idle."""
-_BACK_SHARE = 640
-"""The same in `read`'s backward."""
+_BACK_SHARE = 1280
+"""Channels of one stream that a program of `read`'s backward takes."""
 _TOKEN_SHARE = 2048
 """Tokens whose part of the projection's weight gradient one program sums."""
 _COEFFICIENT_TOKENS = 32
 """Tokens whose coefficients one program makes, and their gradients."""
-_SUM_ROWS, _SUM_BLOCK = 32, 256
-"""Parts and channels of small gradients that a program adds up at a time."""
 _STAGES = 3
 """Tokens that a program which goes through many has under way."""
 
@@ -130,15 +128,15 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        dx, dout, dpre, dpost, dcomb = grads
+        dx, dhandle, dpre, dpost, dcomb = grads
         streams, mix, weight, base, scale, gain, z, projected, inverse, comb = ctx.saved_tensors
         like = [z, streams, None, mix, comb]
-        dx, dout, _, dpost, dcomb = (
+        dx, dhandle, _, dpost, dcomb = (
             torch.zeros_like(t) if g is None and t is not None else g
-            for g, t in zip((dx, dout, None, dpost, dcomb), like, strict=True)
+            for g, t in zip((dx, dhandle, None, dpost, dcomb), like, strict=True)
         )
         dstreams, dmix, operand, dbase, dscale, dgain = _read_backward(
-            dx, dout, dpre, dpost, dcomb, streams, mix, weight, base, scale, gain, z,
+            dx, dhandle, dpre, dpost, dcomb, streams, mix, weight, base, scale, gain, z,
             projected, inverse, comb, *ctx.constants, ctx.is_own, ctx.needs_input_grad[1],
         )  # fmt: skip
         held = streams.detach()
@@ -158,15 +156,14 @@ class _Read(torch.autograd.Function):
 class _Write(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        ctx.save_for_backward(handle, y, post)
+        ctx.save_for_backward(handle, y, post, comb)
         out: Tensor = _write(handle, y, post, comb)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The handle's gradient is the result's, as it came: `_Read` mixes it."""
-        dy, dpost, dcomb = _write_backward(dout, *ctx.saved_tensors)
-        return dout, dy, dpost, dcomb
+        grads: tuple[Tensor, Tensor, Tensor, Tensor] = _write_backward(dout, *ctx.saved_tensors)
+        return grads
 
 
 # The ops
@@ -255,7 +252,7 @@ def _(
 @torch.library.custom_op("ppruntime::mhc_read_backward", mutates_args=())
 def _read_backward(
     dx: Tensor,
-    dout: Tensor,
+    dhandle: Tensor,
     dpre: Tensor | None,
     dpost: Tensor,
     dcomb: Tensor,
@@ -281,13 +278,12 @@ def _read_backward(
     num_tokens, num_streams, width = streams.shape
     num_coefficients = weight.shape[0]
     dstreams = torch.empty_like(streams, memory_format=torch.contiguous_format)
-    dmix = torch.empty_like(mix)
+    dmix, draw = torch.empty_like(mix), torch.empty_like(projected)
     operand = streams.new_empty(num_tokens, 2 * num_coefficients)
     if num_tokens == 0:
         dbase, dscale, dgain = (torch.zeros_like(t) for t in (base, scale, gain))
         return dstreams, dmix, operand, dbase, dscale, dgain
-    dbase, dscale, dgain = (torch.empty_like(t) for t in (base, scale, gain))
-    streams, mix, dout = streams.contiguous(), mix.contiguous(), dout.contiguous()
+    streams, mix, dhandle = streams.contiguous(), mix.contiguous(), dhandle.contiguous()
     tokens = tokens_per_program(num_tokens, 2 * SHARES)
     num_programs = -(-num_tokens // tokens)
     dz = torch.empty_like(z)
@@ -303,36 +299,33 @@ def _read_backward(
         dpre = dmix if dpre is None else dpre + dmix
     through_rms = inverse.new_empty(num_tokens)
     totals = projected.new_empty(2 * num_iters - 1, num_tokens, num_streams)
-    num_blocks = -(-num_tokens // _COEFFICIENT_TOKENS)
-    sums = projected.new_empty(num_blocks, num_coefficients + 3)
-    kernels.coefficients_backward_kernel[(num_blocks,)](
+    kernels.coefficients_backward_kernel[(-(-num_tokens // _COEFFICIENT_TOKENS),)](
         projected, inverse, base, scale, None if dpre is None else dpre.contiguous(),
-        dpost.contiguous(), dcomb.contiguous(), totals, sums, operand, through_rms,
+        dpost.contiguous(), dcomb.contiguous(), totals, draw, operand, through_rms,
         num_tokens, mhc_eps, num_streams, width, num_coefficients, num_iters, _COEFFICIENT_TOKENS,
         num_warps=4,
-    )  # fmt: skip
-    kernels.sums_kernel[(-(-width // _SUM_BLOCK) + 1,)](
-        dgains, sums, dgain, dbase, dscale, num_programs, num_blocks, width, num_coefficients,
-        _power_of_two(num_coefficients + 3), _SUM_ROWS, _SUM_BLOCK, _STAGES, num_warps=4,
     )  # fmt: skip
     tokens, channels, num_warps, num_stages = _steps(_BACK)
     shares = -(-width // _BACK_SHARE)
     dmixes = mix.new_empty(shares, *mix.shape) if wants_mix and not is_own else None
-    kernels.read_backward_kernel[(shares, -(-num_tokens // tokens))](
-        dout, dz, streams, mix, comb.contiguous(), operand, through_rms, _parts(weight, streams),
-        dstreams, dmixes, num_tokens, 1.0, num_streams, width, num_coefficients,
-        *_low_and_high(3 * num_coefficients), tokens, channels, shares,
-        num_warps=num_warps, num_stages=num_stages if num_streams <= 4 else 1,
+    kernels.read_backward_kernel[(-(-num_tokens // tokens), num_streams, shares)](
+        dhandle, dz, streams, mix, operand, through_rms, _parts(weight, streams), dstreams, dmixes,
+        num_tokens, num_streams, width, num_coefficients,
+        *_low_and_high(3 * num_coefficients), tokens, channels, _BACK_SHARE,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if dmixes is not None:
         dmix = dmixes.sum(0)
-    return dstreams, dmix, operand, dbase, dscale, dgain
+    sizes = [num_streams, num_streams, num_streams**2]
+    of_scale = torch.split((draw * projected * inverse[:, :1]).sum(0), sizes)
+    dscale = torch.stack([part.sum() for part in of_scale])
+    return dstreams, dmix, operand, draw.sum(0), dscale, dgains.sum(0).to(gain.dtype)
 
 
 @_read_backward.register_fake
 def _(
     dx: Tensor,
-    dout: Tensor,
+    dhandle: Tensor,
     dpre: Tensor | None,
     dpost: Tensor,
     dcomb: Tensor,
@@ -406,27 +399,32 @@ def _(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 @torch.library.custom_op("ppruntime::mhc_write_backward", mutates_args=())
 def _write_backward(
-    dout: Tensor, streams: Tensor, y: Tensor, post: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of y, post and comb."""
+    dout: Tensor, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the streams, y, post and comb."""
     num_tokens, num_streams, width = streams.shape
-    grads = _write_gradients(y, post)
+    grads = _write_gradients(streams, y, post)
     if num_tokens:
         kernels.write_backward_kernel[(num_tokens,)](
             dout.contiguous(), streams.contiguous(), y.contiguous(), post.contiguous(),
-            *grads, num_streams, width, _row_block(width), _STAGES, num_warps=4,
+            comb.contiguous(), *grads, num_streams, width, _row_block(width), _STAGES, num_warps=4,
         )  # fmt: skip
     return grads
 
 
 @_write_backward.register_fake
-def _(dout: Tensor, streams: Tensor, y: Tensor, post: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _write_gradients(y, post)
+def _(
+    dout: Tensor, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _write_gradients(streams, y, post)
 
 
-def _write_gradients(y: Tensor, post: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    num_tokens, num_streams = post.shape
+def _write_gradients(
+    streams: Tensor, y: Tensor, post: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_tokens, num_streams, _ = streams.shape
     return (
+        torch.empty_like(streams, memory_format=torch.contiguous_format),
         torch.empty_like(y, memory_format=torch.contiguous_format),
         post.new_empty(num_tokens, num_streams),
         post.new_empty(num_tokens, num_streams, num_streams),

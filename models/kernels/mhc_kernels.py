@@ -289,10 +289,11 @@ def write_kernel(
 
 @triton.jit
 def write_backward_kernel(
-    dout_ptr, streams_ptr, y_ptr, post_ptr, dy_ptr, dpost_ptr, dcomb_ptr,
+    dout_ptr, streams_ptr, y_ptr, post_ptr, comb_ptr, dstreams_ptr, dy_ptr, dpost_ptr, dcomb_ptr,
     S: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One token: the gradient of y, and all products of a stream with a stream's gradient."""
+    """One token: the gradients of the streams and of y, and all products of a stream with a
+    stream's gradient."""
     token = tl.program_id(0).to(tl.int64)
     # Eight neighbours a thread, whose products it adds up by itself.
     ROWS: tl.constexpr = BLOCK // 8
@@ -308,15 +309,25 @@ def write_backward_kernel(
         y = tl.load(y_ptr + token * D + channels, mask=mask, other=0.0).to(tl.float32)
         streams = _tiles(streams_ptr + token * (S * D), channels, mask, D, S)
         dy = tl.zeros([ROWS, 8], tl.float32)
-        new_dpost, new_dcomb = (), ()
+        dstreams, new_dpost, new_dcomb = (), (), ()
+        for _i in tl.static_range(S):
+            dstreams = dstreams + (tl.zeros([ROWS, 8], tl.float32),)
         for j in tl.static_range(S):
             at = token * (S * D) + j * D + channels
             dout = tl.load(dout_ptr + at, mask=mask, other=0.0).to(tl.float32)
             dy += tl.load(post_ptr + token * S + j) * dout
             new_dpost = new_dpost + (dpost[j] + tl.sum(dout * y, 1),)
+            mixed = ()
             for i in tl.static_range(S):
+                mixed = mixed + (
+                    dstreams[i] + tl.load(comb_ptr + token * (S * S) + i * S + j) * dout,
+                )
                 product = tl.sum(dout * streams[i].to(tl.float32), 1)
                 new_dcomb = new_dcomb + (dcomb[j * S + i] + product,)
+            dstreams = mixed
+        for i in tl.static_range(S):
+            at = token * (S * D) + i * D + channels
+            tl.store(dstreams_ptr + at, _cast(dstreams[i], dstreams_ptr), mask=mask)
         tl.store(dy_ptr + token * D + channels, _cast(dy, dy_ptr), mask=mask)
         dpost, dcomb = new_dpost, new_dcomb
     for j in tl.static_range(S):
@@ -370,18 +381,16 @@ def mix_backward_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def coefficients_backward_kernel(
     projected_ptr, inverse_ptr, base_ptr, scale_ptr, dpre_ptr, dpost_ptr, dcomb_ptr,
-    totals_ptr, sums_ptr, operand_ptr, through_rms_ptr, num_tokens, mhc_eps,
+    totals_ptr, draw_ptr, operand_ptr, through_rms_ptr, num_tokens, mhc_eps,
     S: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ITERS: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """From gradients of the coefficients to that of the projection as an operand of products (two
-    parts, [N, 2 C]), the factor with which a stream takes part in its own rms, and these tokens'
-    part of the gradients of base and scale: `sums`, [programs, C + 3].
+    """From gradients of the coefficients to those of base (`draw`), of the projection as an operand
+    of products (two parts, [N, 2 C]), and the factor with which a stream takes part in its own rms.
 
     A Sinkhorn step y = x / s is undone as x = y s: only the sums s are kept, in `totals`.
     """
     tokens = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     streams = tl.arange(0, S)
-    sums_ptr += tl.program_id(0) * (C + 3)
     token, inside = tokens[:, None], (tokens < num_tokens)[:, None]
     inverse = tl.load(inverse_ptr + 2 * token, mask=inside, other=0.0)
     place = streams[None, :]
@@ -393,8 +402,7 @@ def coefficients_backward_kernel(
     if dpre_ptr is not None:
         draw = tl.load(dpre_ptr + token * S + place, mask=inside, other=0.0)
         draw = draw * sigmoid * (1.0 - sigmoid)
-    tl.store(sums_ptr + streams, tl.sum(draw, 0))
-    tl.store(sums_ptr + C, tl.sum(tl.sum(draw * normed, 1), 0))
+    tl.store(draw_ptr + token * C + place, draw, mask=inside)
     operands = operand_ptr + token * (2 * C) + place
     _store_split(operands, draw * scale * inverse, C, inside, 2)
     dinverse = tl.sum(draw * scale * normed, 1)
@@ -406,8 +414,7 @@ def coefficients_backward_kernel(
     sigmoid = _sigmoid(raw)
     draw = tl.load(dpost_ptr + token * S + place, mask=inside, other=0.0)
     draw = draw * 2.0 * sigmoid * (1.0 - sigmoid)
-    tl.store(sums_ptr + S + streams, tl.sum(draw, 0))
-    tl.store(sums_ptr + C + 1, tl.sum(tl.sum(draw * normed, 1), 0))
+    tl.store(draw_ptr + token * C + S + place, draw, mask=inside)
     operands = operand_ptr + token * (2 * C) + S + place
     _store_split(operands, draw * scale * inverse, C, inside, 2)
     dinverse += tl.sum(draw * scale * normed, 1)
@@ -447,9 +454,7 @@ def coefficients_backward_kernel(
     total = tl.load(of_column, mask=inside, other=1.0)
     grad = (grad - tl.sum(grad * matrix, 1, keep_dims=True)) / total
     draw = shares * (grad - tl.sum(grad * shares, 2, keep_dims=True))
-    of_comb = streams[:, None] * S + streams[None, :]
-    tl.store(sums_ptr + 2 * S + of_comb, tl.sum(draw, 0))
-    tl.store(sums_ptr + C + 2, tl.sum(tl.sum(tl.sum(draw * normed, 2), 1), 0))
+    tl.store(draw_ptr + token * C + 2 * S + place, draw, mask=inside)
     operands = operand_ptr + token * (2 * C) + 2 * S + place
     _store_split(operands, draw * scale * inverse, C, inside, 2)
     dinverse += tl.sum(tl.sum(draw * scale * normed, 2), 1)
@@ -458,36 +463,6 @@ def coefficients_backward_kernel(
     in_range = tokens < num_tokens
     inverse = tl.load(inverse_ptr + 2 * tokens, mask=in_range, other=0.0)
     tl.store(through_rms_ptr + tokens, -dinverse * inverse * inverse / (S * D), mask=in_range)
-
-
-@triton.jit(do_not_specialize=("num_blocks", "num_programs"))
-def sums_kernel(
-    dnorm_ptr, sums_ptr, dgain_ptr, dbase_ptr, dscale_ptr, num_programs, num_blocks,
-    D: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The parts that programs wrote of small gradients, summed in order: BLOCK channels of the
-    norm's gain; the last program base and scale, of which there are `num_blocks` parts."""
-    rows = tl.arange(0, ROWS)
-    if tl.program_id(0) < tl.num_programs(0) - 1:
-        channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        in_row = channels < D
-        gain = tl.zeros([ROWS, BLOCK], tl.float32)
-        for start in tl.range(0, num_programs, ROWS, num_stages=STAGES):
-            inside = (start + rows < num_programs)[:, None] & in_row[None, :]
-            place = (start + rows)[:, None] * D + channels[None, :]
-            gain += tl.load(dnorm_ptr + place, mask=inside, other=0.0)
-        tl.store(dgain_ptr + channels, _cast(tl.sum(gain, 0), dgain_ptr), mask=in_row)
-    else:
-        columns = tl.arange(0, C_PADDED)
-        acc = tl.zeros([ROWS, C_PADDED], tl.float32)
-        for start in tl.range(0, num_blocks, ROWS, num_stages=STAGES):
-            inside = (start + rows < num_blocks)[:, None] & (columns < C + 3)[None, :]
-            place = (start + rows)[:, None] * (C + 3) + columns[None, :]
-            acc += tl.load(sums_ptr + place, mask=inside, other=0.0)
-        total = tl.sum(acc, 0)
-        tl.store(dbase_ptr + columns, total, mask=columns < C)
-        tl.store(dscale_ptr + columns - C, total, mask=(columns >= C) & (columns < C + 3))
 
 
 @triton.jit
@@ -500,93 +475,54 @@ def _left(operand_ptr, tokens, inside, rows, C: tl.constexpr):
     )  # fmt: skip
 
 
-@triton.jit
-def _right(parts_ptr, rows, channels, in_row, C: tl.constexpr, WIDTH: tl.constexpr):
-    """The weights that go with `_left`'s columns: heavy, light, heavy."""
-    row = tl.where(rows < 2 * C, rows, rows - 2 * C)
-    weight = tl.load(
-        parts_ptr + row[:, None] * WIDTH + channels[None, :],
-        mask=(rows < 3 * C)[:, None] & in_row[None, :], other=0.0,
-    )  # fmt: skip
-    return _operand(weight)
-
-
 @triton.jit(do_not_specialize=SIZES)
 def read_backward_kernel(
-    dout_ptr, dz_ptr, streams_ptr, mix_ptr, comb_ptr, operand_ptr, through_rms_ptr,
-    parts_ptr, dstreams_ptr, dmix_ptr, num_tokens, one,
+    dhandle_ptr, dz_ptr, streams_ptr, mix_ptr, operand_ptr, through_rms_ptr,
+    parts_ptr, dstreams_ptr, dmix_ptr, num_tokens,
     S: tl.constexpr, D: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, SHARES: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens, each SHARES-th block of BK channels of all streams: their gradients, all ways
-    into one sum (past the sublayer by comb, collapse, projection, rms); and their part of the
-    mix's, where wanted.
-
-    Registers decide. The gradients of all streams stay in them while one stream after the other is
-    made, so a thread has eight elements of each and one token, and addresses are 32 bits from the
-    first token's: 128 registers, and two programs a multiprocessor, of which one loads while the
-    other works.
-
-    `one` is 1.0: a product that starts from another one has all warps make the whole of that."""
-    share = tl.program_id(0)
-    before = (tl.program_id(1) * BT).to(tl.int64)
-    tokens = tl.arange(0, BT)
-    inside = tokens < num_tokens - tl.program_id(1) * BT
-    dout_ptr += before * (S * D)
-    streams_ptr += before * (S * D)
-    dstreams_ptr += before * (S * D)
-    dz_ptr += before * D
-    mix_ptr += before * S
-    comb_ptr += before * (S * S)
-    operand_ptr += before * (2 * C)
-    through_rms_ptr += before
+    """Some tokens, SHARE channels of one stream: its gradient, all four ways into one sum; and
+    their part of the mix's, where wanted."""
+    tokens = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
+    stream = tl.program_id(1)
+    inside = tokens < num_tokens
     low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)
     # gradient = large + small, weight = heavy + light: the product is small heavy + large light +
     # large heavy, one sum over 3 C rows.
     left_low = _operand(_left(operand_ptr, tokens, inside, low, C))
     left_high = _operand(_left(operand_ptr, tokens, inside, high, C))
+    weight_low = tl.where(low < 2 * C, low, low - 2 * C)[:, None] * (S * D)
+    weight_high = tl.where(high < 2 * C, high, high - 2 * C)[:, None] * (S * D)
     through_rms = tl.load(through_rms_ptr + tokens, mask=inside, other=0.0)[:, None]
-    mix, comb, dmix = (), (), ()
-    for i in tl.static_range(S):
-        mix = mix + (tl.load(mix_ptr + tokens * S + i, mask=inside, other=0.0),)
-        dmix = dmix + (tl.zeros([BT], tl.float32),)
-        for j in tl.static_range(S):
-            at = tokens * (S * S) + i * S + j
-            comb = comb + (tl.load(comb_ptr + at, mask=inside, other=0.0),)
-    for step in range((D + SHARES * BK - 1) // (SHARES * BK)):
-        channels = (step * SHARES + share) * BK + tl.arange(0, BK)
+    mix = tl.load(mix_ptr + tokens * S + stream, mask=inside, other=0.0)[:, None]
+    dmix = tl.zeros([BT, BK], tl.float32)
+    first_channel = tl.program_id(2) * SHARE
+    for start in range(0, SHARE, BK):
+        channels = first_channel + start + tl.arange(0, BK)
         in_row = channels < D
         mask = inside[:, None] & in_row[None, :]
-        offsets = tokens[:, None] * (S * D) + channels[None, :]
-        douts = ()
-        for j in tl.static_range(S):
-            douts = douts + (tl.load(dout_ptr + j * D + offsets, mask=mask, other=0.0),)
+        offsets = tokens[:, None] * (S * D) + stream * D + channels[None, :]
+        dhandle = tl.load(dhandle_ptr + offsets, mask=mask, other=0.0)
+        x = tl.load(streams_ptr + offsets, mask=mask, other=0.0)
         dz = tl.load(dz_ptr + tokens[:, None] * D + channels[None, :], mask=mask, other=0.0)
-        next_x = tl.load(streams_ptr + offsets, mask=mask, other=0.0)
-        new_dmix = ()
-        for i in tl.static_range(S):
-            x = next_x
-            if i + 1 < S:
-                next_x = tl.load(streams_ptr + (i + 1) * D + offsets, mask=mask, other=0.0)
-            weight = _right(parts_ptr + i * D, low, channels, in_row, C, S * D)
-            product = one * tl.dot(left_low, weight, input_precision="ieee")
-            weight = _right(parts_ptr + i * D, high, channels, in_row, C, S * D)
-            product += one * tl.dot(left_high, weight, input_precision="ieee")
-            # The product comes last: what it is added to takes its layout, and has to be turned.
-            wide, dwide = x.to(tl.float32), dz.to(tl.float32)
-            dx = through_rms * wide + mix[i][:, None] * dwide
-            for j in tl.static_range(S):
-                dx += comb[i * S + j][:, None] * douts[j].to(tl.float32)
-            dx += product
-            tl.store(dstreams_ptr + i * D + offsets, _cast(dx, dstreams_ptr), mask=mask)
-            if dmix_ptr is not None:
-                new_dmix = new_dmix + (dmix[i] + tl.sum(dwide * wide, 1),)
+        weights = parts_ptr + stream * D + channels[None, :]
+        weight = tl.load(
+            weights + weight_low, mask=(low < 3 * C)[:, None] & in_row[None, :], other=0.0
+        )
+        product = tl.dot(left_low, _operand(weight), input_precision="ieee")
+        weight = tl.load(
+            weights + weight_high, mask=(high < 3 * C)[:, None] & in_row[None, :], other=0.0
+        )
+        product = tl.dot(left_high, _operand(weight), product, input_precision="ieee")
+        wide, dwide = x.to(tl.float32), dz.to(tl.float32)
+        dx = dhandle.to(tl.float32) + through_rms * wide + mix * dwide + product
+        tl.store(dstreams_ptr + offsets, _cast(dx, dstreams_ptr), mask=mask)
         if dmix_ptr is not None:
-            dmix = new_dmix
+            dmix += dwide * wide
     if dmix_ptr is not None:
-        part = share * num_tokens.to(tl.int64) + before + tokens
-        for i in tl.static_range(S):
-            tl.store(dmix_ptr + part * S + i, dmix[i], mask=inside)
+        part = tl.program_id(2) * num_tokens.to(tl.int64) + tokens
+        tl.store(dmix_ptr + part * S + stream, tl.sum(dmix, 1), mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -30,7 +30,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ppruntime.models.kernels.moe_layout import Layout
-from ppruntime.models.kernels.rounding import e4m3_words, reciprocal_of_scale, to_e4m3
+from ppruntime.models.kernels.rounding import (
+    e4m3_words,
+    reciprocal_of_scale,
+    to_e4m3,
+    to_e4m3_by_fours,
+)
 from ppruntime.models.quantize import power_of_two_ceiling
 
 GROUP = 128
@@ -403,7 +408,7 @@ def _quantize_blocks(
     offsets = rows[:, None] * INS + columns[None, :]
     w = tl.load(w_ptr + base + offsets).to(tl.float32)
     scale = group_scale(tl.max(tl.max(tl.abs(w), axis=1), axis=0), False)
-    quantized = to_e4m3(w * tl.math.div_rn(1.0, scale))
+    quantized = to_e4m3_by_fours(w * tl.math.div_rn(1.0, scale))
     tl.store(data_ptr + base + offsets, quantized)
     tl.store(scale_ptr + (expert * (OUTS // 128) + row) * (INS // 128) + column, scale)
     if TRANSPOSED:

@@ -71,7 +71,8 @@ def _compile_all():
                         source, layout, with_rows=with_rows, power_of_two=True, tile=routed,
                         dense=dense,
                     )  # fmt: skip
-        quantize.quantize_blocks(meta(experts, hidden, width), transposed=True)
+        for dtype in (torch.bfloat16, torch.float32):
+            quantize.quantize_blocks(meta(experts, hidden, width, dtype=dtype), transposed=True)
         quantize.transpose_blocks(weights)
         swiglu.swiglu(meta(rows, 2 * width), weight_NK, layout, 10.0, power_of_two=False)
         swiglu.weight_grads = lambda dot_GP, layout: None  # what follows is torch

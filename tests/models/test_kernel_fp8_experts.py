@@ -107,14 +107,27 @@ def test_errors_are_those_of_fp8(options, dtype):
         assert 0.02 < distance(got, true) < bounds[name], name
 
 
-def test_errors_stay_bounded_where_a_tenth_of_the_gates_is_clamped():
-    experts = layer(TRITON, limit=1.2)
+def test_errors_are_the_recipes_where_a_tenth_of_the_gates_is_clamped():
+    """dx and dW13 are further from fp64's there than by FP8's roundings alone: a gate or up near
+    the limit may fall on its other side, and lets a gradient through or not. The recipe's fall
+    there as well, but for a few of 18,000 on a GPU, whose sums have other last bits."""
     case = batch()
-    bounds = dict(zip(NAMES, (0.08, 0.16, 0.08, 0.16, 0.08), strict=True))
-    for name, got, true in zip(
-        NAMES, gradients(experts, *case), exact(experts, *case), strict=True
-    ):
-        assert 0.02 < distance(got, true) < bounds[name], name
+    x, routing, _, _ = case
+    gates = torch.einsum("eoh,nh->neo", layer(REFERENCE).gate_up.weight[:, :WIDTH], x).float()
+    chosen = gates[torch.arange(len(x), device=DEVICE)[:, None], routing]
+    # Not a number: the CPU's and the GPU's cases have other widths, with which gates grow.
+    limit = chosen.quantile(0.9).item()
+    kernels, recipe = layer(TRITON, limit=limit), layer(REFERENCE, limit=limit)
+    got, expected, true = (
+        gradients(kernels, *case), gradients(recipe, *case), exact(kernels, *case)
+    )  # fmt: skip
+    for name, a, b, c in zip(NAMES, got, expected, true, strict=True):
+        jumps = name in ("dx", "dW13")
+        error = distance(b, c)
+        assert 0.02 < error < (0.2 if jumps else 0.08), name
+        assert distance(a, c) < 1.1 * error, name
+        # Gradients that clamped gates let through would make it 0.43.
+        assert distance(a, b) < (6e-2 if jumps else 2e-2), name
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,8 @@ def test_weight_blocks_have_the_references_bytes_both_ways(dtype):
     expected = quantize.quantize_blocks_reference(weight)
     weights, turned = quantize.quantize_blocks(weight, transposed=True)
     assert same(weights, expected)
+    # Of fp32 weights, 16 of a thread's 64 turned bytes were bits of addresses once, on a GPU:
+    # `to_e4m3_by_fours` says how.
     assert same(turned, Quantized(*(t.transpose(1, 2) for t in expected)))
     assert same(quantize.transpose_blocks(weights), turned)
     alone, none = quantize.quantize_blocks(weight, transposed=False)

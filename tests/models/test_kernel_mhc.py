@@ -121,23 +121,12 @@ def test_in_fp32_all_results_are_fp64s_to_fp32s_last_bits(options):
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("width", [128, 130])  # blocks of channels that end with a row, or past it
 def test_parts_of_the_channels_and_tokens_add_up(own, width, monkeypatch):
-    sizes = {"_SHARE": 64, "_BACK_SHARE": 64, "_TOKEN_SHARE": 16, "_SUM_ROWS": 2, "_SUM_BLOCK": 64}
-    for name, size in {**sizes, "_COEFFICIENT_TOKENS": 4}.items():
+    sizes = {"_SHARE": 64, "_BACK_SHARE": 64, "_TOKEN_SHARE": 16, "_COEFFICIENT_TOKENS": 4}
+    for name, size in sizes.items():
         monkeypatch.setattr(f"ppruntime.models.kernels.mhc.{name}", size)
     case = Case(tokens=(1, 35), width=width, iters=2, own=own)
     errors = distances(case.results(FUSED), case.expected())
     assert max(errors) < 3e-6, errors
-
-
-@interpreted
-def test_the_handle_gets_the_results_gradient_as_it_came():
-    """Which `read` mixes: the gradient of all streams is written once."""
-    case = Case(dtype=torch.bfloat16)
-    _, handle, coefficients = FUSED.read(case.connection, case.norm, case.streams, case.mix)
-    y = torch.randn_like(handle[..., 0, :]).requires_grad_()
-    dout = case.douts[0].bfloat16()
-    dhandle, _ = torch.autograd.grad(FUSED.write(handle, y, coefficients), (handle, y), dout)
-    assert torch.equal(dhandle, dout)
 
 
 @interpreted
@@ -261,14 +250,14 @@ def test_kernels_compile_for_hopper_without_spills():
     )
     assert run.returncode == 0, run.stdout + run.stderr
     kernels_of = json.loads(run.stdout)
-    assert len(kernels_of) == 23
+    assert len(kernels_of) == 22
     for name, kernel in kernels_of.items():
         assert kernel["spills"] == 0, name
         assert kernel["shared_bytes"] <= 227 * 1024, name
         # The coefficients' gradients are 96 bytes a token.
         allowed = 4 if kernel["name"] == "coefficients_backward_kernel" else 0
         assert kernel["narrow_accesses"] <= allowed, name
-        # Three programs of 128 threads on a multiprocessor, two of 256.
+        # Three programs of 128 threads on a multiprocessor, or two of 256.
         most = {"project_kernel": 168, "read_backward_kernel": 128}
         assert kernel["registers"] <= most.get(kernel["name"], 255), name
 
