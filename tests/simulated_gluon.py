@@ -328,6 +328,9 @@ def _empty(dtype: torch.dtype, shape: list[int], _: Any) -> Shared:
     return Shared(torch.full(shape, fill, dtype=dtype))
 
 
+_SAME = ("bfloat16", "float32", "int32", "int64", "exp2", "log2")
+
+
 def _language(
     program: tuple[int, ...], grid: tuple[int, ...], warps: _Warps
 ) -> types.SimpleNamespace:
@@ -336,7 +339,7 @@ def _language(
         minimum=lambda a, b: torch.minimum(a, torch.as_tensor(b)),
         num_programs=lambda axis: _value(grid[axis]),
         SwizzledSharedLayout=lambda *_: None,
-        **{name: getattr(torch, name) for name in ("bfloat16", "float32", "int64", "exp2", "log2")},
+        **{name: getattr(torch, name) for name in _SAME},
         NVMMADistributedLayout=lambda *_: None,
         NVMMASharedLayout=lambda *_: None,
         BlockedLayout=lambda *_: None,
