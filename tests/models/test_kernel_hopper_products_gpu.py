@@ -1,4 +1,4 @@
-"""The Gluon weight gradient where it runs, in a process that may be ended."""
+"""The Gluon kernels of the FP8 products where they run, in a process that may be ended."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_it_adds_what_tritons_adds_however_it_is_launched():
+def test_they_have_the_bits_of_tritons_however_they_are_launched():
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS.parent), str(TESTS)]))
     if "PYTHONPATH" in os.environ:
         environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
     found = subprocess.run(
-        [sys.executable, str(TESTS / "weight_grad_on_gpu.py")],
+        [sys.executable, str(TESTS / "hopper_products_on_gpu.py")],
         env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr[-2000:]
