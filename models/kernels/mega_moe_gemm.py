@@ -196,7 +196,8 @@ def mega_gemm(
         return y_RO
     tile = tile or (FORWARD_TILE if fp8 else BF16_TILE)
     if tile.hopper:
-        assert isinstance(x, Quantized) and isinstance(weights, Quantized), "in FP8 alone"
+        assert isinstance(x, Quantized), "in FP8 alone"
+        assert isinstance(weights, Quantized), "in FP8 alone"
         _by_hopper(x, weights, layout, y_RO, tile, ready, homes, gemm_sms, helpers)
         return y_RO
     columns = tile.columns if outs % tile.columns == 0 else GROUP
