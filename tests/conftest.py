@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 # One thread, here and in every process of a rank: sums come in one order, so bitwise tests mean
@@ -18,6 +19,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import pytest  # noqa: E402 (after the lines above)
 import rank_process  # noqa: E402
+import small_runs  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
@@ -55,3 +57,15 @@ def rank_outcomes():
     """As `run_ranks`, but gives an `Outcome` (value, error, error_text, exit_code, seconds) per
     rank and raises nothing: for tests in which ranks are meant to fail or to die."""
     return rank_process.rank_outcomes
+
+
+@pytest.fixture(scope="session")
+def gpu_steps(tmp_path_factory):
+    """`gpu_steps(num_ranks, *overrides)` -> the steps of a small run on one GPU or two. All tests
+    that ask for the same run share it."""
+
+    @cache
+    def steps(num_ranks: int, *overrides: str):
+        return small_runs.steps_on_gpus(num_ranks, tmp_path_factory.mktemp("run"), overrides)
+
+    return steps

@@ -6,23 +6,14 @@
 # FOLDER gets their records, by the names that docs/bench has them under, a log each, and `failed`.
 # LIMIT is the seconds that a bench may take (400). What needs two GPUs at once is in docs/gpu-runs.md.
 set -uo pipefail
-out=$(mkdir -p "$1" && cd "$1" && pwd)
-cd "$(dirname "$0")/.."
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=8
-export CUDA_DEVICE_MAX_CONNECTIONS=32
-gpus=$(python3 -c "import torch; print(torch.cuda.device_count())")
-((gpus > 0)) || { echo "gpu_benches: there is no GPU" >&2; exit 2; }
-failed=$out/failed
-: >"$failed"
+LIMIT_SECONDS=400
+. "$(dirname "$0")/on_gpus.sh"
+export OMP_NUM_THREADS=8
 
 bench() { # GPU RECORD COMMAND...
-    local gpu=$1 record=$2 start=$SECONDS code
+    local gpu=$1 record=$2
     shift 2
-    CUDA_VISIBLE_DEVICES=$gpu timeout --signal=INT --kill-after=8 "${LIMIT:-400}" \
-        python3 -m ppruntime.launch.cli bench "$@" --out "$out/$record.json" >"$out/$record.log" 2>&1
-    code=$?
-    ((code == 0)) || echo "$record" >>"$failed"
-    printf '%-18s exit %-4s %4s s\n' "$record" $code $((SECONDS - start))
+    on_gpus "$gpu" "$record" python3 -m ppruntime.launch.cli bench "$@" --out "$out/$record.json"
 }
 
 layers() {
@@ -40,6 +31,6 @@ rest() {
 
 layers 0 &
 ((gpus > 1)) || wait
-rest $((gpus - 1)) &
+rest "$last" &
 wait
-[ ! -s "$failed" ]
+[ ! -s "$out/failed" ]

@@ -5,32 +5,28 @@
 #   bash tests/gpu_tests.sh FOLDER
 #
 # FOLDER gets a log per group, and `failed`: the groups that did not pass, ran out of their time or
-# found no test. LIMIT is the seconds that a group may take (300).
+# found no test. LIMIT is the seconds that a group may take (300); one that takes longer says in which
+# test it was. ONLY="fused tables" runs the groups of these names.
 set -uo pipefail
-out=$(mkdir -p "$1" && cd "$1" && pwd)
-cd "$(dirname "$0")/.."
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4
-export CUDA_DEVICE_MAX_CONNECTIONS=32
-gpus=$(python3 -c "import torch; print(torch.cuda.device_count())")
-((gpus > 0)) || { echo "gpu_tests: there is no GPU" >&2; exit 2; }
-failed=$out/failed
-: >"$failed"
+LIMIT_SECONDS=300
+. "$(dirname "$0")/on_gpus.sh"
+export OMP_NUM_THREADS=4
 
 group() { # NAME GPUS FILES...: those of the files' tests that need a GPU
-    local name=$1 devices=$2 start=$SECONDS code
+    local name=$1 devices=$2 log=$out/$1.log
     shift 2
-    CUDA_VISIBLE_DEVICES=$devices timeout --signal=INT --kill-after=8 "${LIMIT:-300}" \
-        python3 -m pytest -v -m "gpu or multi_gpu" "$@" --timeout=150 --tb=short --durations=8 \
-        -p no:cacheprovider -p no:benchmark >"$out/$name.log" 2>&1
-    code=$?
-    ((code == 0)) || echo "$name" >>"$failed"
-    printf '%-10s exit %-4s %4s s  %s\n' "$name" $code $((SECONDS - start)) \
-        "$(grep -hE '(passed|failed|skipped|error).* in [0-9.]+' "$out/$name.log" | tail -1)"
-    grep -hE '^(FAILED|ERROR) ' "$out/$name.log" | cut -c1-200
+    [[ -z ${ONLY:-} || " $ONLY " == *" $name "* ]] || return 0
+    on_gpus "$devices" "$name" python3 -m pytest -v -m "gpu or multi_gpu" "$@" --timeout=120 \
+        --tb=short --durations=8 -p no:cacheprovider -p no:benchmark
+    case $? in 124 | 137) unfinished "$log" | sed 's/^/OUT OF TIME in /' ;; esac
+    grep -hE '^(FAILED|ERROR) ' "$log" | cut -c1-200
+}
+
+unfinished() { # LOG: the tests that began and did not end
+    grep -hE '^tests/.*::' "$1" | grep -vE ' (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)( |$)'
 }
 
 m=tests/models r=tests/runtime
-last=$((gpus - 1))
 group linears 0 $m/test_linear.py $m/test_fp8_linear.py $m/test_fp8_linear_rotated.py \
     $m/test_fp8_linear_gpu.py $m/test_kernel_grouped_gemm.py $m/test_kernel_moe_layout.py &
 group fp8 0 $m/test_kernel_fp8_gpu.py $m/test_kernel_hopper_products_gpu.py \
@@ -44,9 +40,12 @@ group attention $last $m/test_kernel_sparse_attention.py $m/test_kernel_indexer.
 group knobs $last $r/test_memory_knobs_gpu.py $r/test_memory_watch.py &
 wait
 if ((gpus > 1)); then
-    group experts 0,1 -n 4 $r/test_expert_parallel_gpu.py &
-    group fused 0,1 $r/test_mega_moe_gpu.py &
+    # Each group has one pair of processes; a file in two groups has two.
+    group experts 0,1 $r/test_expert_parallel_gpu.py -k "not triton" &
+    group experts-triton 0,1 $r/test_expert_parallel_gpu.py -k triton &
+    group fused 0,1 $r/test_mega_moe_gpu.py -k "not trains" &
+    group fused-runs 0,1 $r/test_mega_moe_gpu.py -k trains &
     group tables 0,1 $r/test_deep_ep_gpu.py $r/test_engram_gpu.py &
     wait
 fi
-[ ! -s "$failed" ]
+[ ! -s "$out/failed" ]

@@ -1,14 +1,16 @@
 """Rank processes that stay: on a GPU what a test costs is mostly starting them, not the test.
 
 A pool's processes run one call after the other, each as `rank_process.run_ranks` would, so a test
-finds CUDA and its libraries loaded. After a call that failed or was too late the pool is ended and
-the next call starts another one: no test meets what a broken one left behind.
+finds CUDA and its libraries loaded. Every call has a store of its own, so process groups and names
+are its own too. After a call that failed or was too late the pool is ended and the next call starts
+another one: no test meets what a broken one left behind.
 """
 
 from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -48,13 +50,11 @@ def end_pools() -> None:
 
 
 class RankPool:
-    """`num_ranks` processes that wait for calls, and the store that they share."""
+    """`num_ranks` processes that wait for calls, and the stores of the calls so far."""
 
     def __init__(self, num_ranks: int) -> None:
-        from torch.distributed import TCPStore
-
-        self.num_calls = 0
-        self._store = TCPStore("127.0.0.1", 0, num_ranks, is_master=True, wait_for_workers=False)
+        self._stores: list[Any] = []
+        """TCPStores. They stay: what an earlier call has left running may ask one once more."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._pipes: list[multiprocessing.connection.Connection] = []
@@ -66,9 +66,10 @@ class RankPool:
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(num_ranks),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self._store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
             }
             process = context.Process(
                 target=_serve, args=(child_end, self._stacks[rank].name, environment), daemon=True
@@ -81,11 +82,15 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float) -> list[Any]:
         """`function(rank, *args)` on every rank; the results in rank order. Raises RanksFailed with
         what each rank said, or where it was; the pool must then be ended."""
-        self.num_calls += 1
+        from torch.distributed import TCPStore
+
+        num_ranks = len(self._pipes)
+        store = TCPStore("127.0.0.1", 0, num_ranks, is_master=True, wait_for_workers=False)
+        self._stores.append(store)
         module = sys.modules[function.__module__]
         call = (function.__module__, module.__file__, function.__qualname__, pickle.dumps(args))
         for pipe in self._pipes:
-            pipe.send((self.num_calls, call))
+            pipe.send((store.port, call))
         deadline = time.monotonic() + timeout_seconds
         values: dict[int, Any] = {}
         texts: dict[int, str] = {}
@@ -146,10 +151,10 @@ def _serve(
     torch.set_num_threads(1)
     while True:
         try:
-            number, call = pipe.recv()
+            port, call = pipe.recv()
         except EOFError:
             os._exit(0)
-        os.environ["POOL_CALL"] = str(number)
+        os.environ["MASTER_PORT"] = str(port)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -157,4 +162,6 @@ def _serve(
                 payload = pickle.dumps((function(int(environment["RANK"]), *args), None, None))
         except BaseException as error:  # whatever it is, the test process gets to see it
             payload = _pickled_error(error)
+        # Now, on all ranks: some memory between GPUs is given back by both of its ends together.
+        gc.collect()
         pipe.send_bytes(payload)

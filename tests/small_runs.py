@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+if TYPE_CHECKING:
+    from ppruntime.metrics import StepMetrics
 
 CONFIG = Path(__file__).resolve().parent.parent / "launch" / "configs" / "tiny.toml"
 SMALL = (
@@ -17,6 +22,17 @@ SMALL = (
     "optim.warmup_steps=1",
     "run.tensorboard=false",
 )
+ON_GPUS = (
+    "model.hidden_size=256",
+    "train.precision=bf16",
+    "train.seq_len=64",
+    "optim.min_lr=3e-3",
+    "run.device=cuda",
+    "run.memory_timeline=false",
+)
+GPU_SECONDS = 100
+"""Most that a run on GPUs may take, or another call of a pool there: the first one starts processes
+on a busy machine and compiles kernels."""
 
 
 def train(rank: int, run_dir: str, overrides: tuple[str, ...]) -> tuple[int, str, str]:
@@ -27,6 +43,33 @@ def train(rank: int, run_dir: str, overrides: tuple[str, ...]) -> tuple[int, str
     with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
         code = run(load([CONFIG], [*SMALL, f"run.dir={run_dir}", *overrides]))
     return code, out.getvalue(), err.getvalue()
+
+
+def train_alone(rank: int, run_dir: str, overrides: tuple[str, ...]) -> tuple[int, str, str]:
+    """`train` as rank 0 without a launcher, so that its world is this process; other ranks do
+    nothing, and say that they have done it."""
+    if rank:
+        return 0, "", ""
+    with patch.dict(os.environ):
+        del os.environ["RANK"], os.environ["WORLD_SIZE"]
+        return train(rank, run_dir, overrides)
+
+
+def steps_on_gpus(
+    num_ranks: int, run_dir: Path, overrides: tuple[str, ...]
+) -> tuple[StepMetrics, ...]:
+    """The steps of a run on one GPU or two, all in one pair of processes. In the test process."""
+    import torch
+    from rank_pool import run_in_pool
+
+    from ppruntime.metrics import read_metrics
+
+    function = train if num_ranks > 1 else train_alone
+    pool = max(num_ranks, min(2, torch.cuda.device_count()))
+    options = (*ON_GPUS, *overrides)
+    told = run_in_pool(pool, function, str(run_dir), options, timeout_seconds=GPU_SECONDS)
+    assert [code for code, _, _ in told] == [0] * pool, told
+    return read_metrics(run_dir / "metrics.jsonl")
 
 
 @contextmanager

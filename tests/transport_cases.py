@@ -106,7 +106,6 @@ def process_opener(rank: int, kind: str) -> OpenChannels:
     """`open_channels` of a process of its own, over the store that all ranks of the test share."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     on_gpu = kind in GPU_KINDS
-    call = os.environ.get("POOL_CALL", "")  # scenarios that share processes share no names
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -124,7 +123,7 @@ def process_opener(rank: int, kind: str) -> OpenChannels:
             rank,
             device=device,
             timeout_seconds=timeout_seconds,
-            store=PrefixStore(f"{call} pipeline {pipeline}", store),
+            store=PrefixStore(f"pipeline {pipeline}", store),
             **(options(kind) | more_options),
         )
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
+from rank_pool import run_in_pool
+from small_runs import GPU_SECONDS
 
 from ppruntime.experts.deep_ep import DeepEpBuffer
 from ppruntime.experts.exchange import ProcessExchange
@@ -90,9 +92,19 @@ def buffers_agree(rank: int):
     return found
 
 
-def test_the_readable_buffer_says_bit_by_bit_what_deep_ep_does(run_ranks):
-    for found in run_ranks(2, buffers_agree, timeout_seconds=300):
-        assert all(found.values()), [name for name, same in found.items() if not same]
+@pytest.fixture(scope="module")
+def buffers():
+    """What `buffers_agree` found, by rank."""
+    return run_in_pool(2, buffers_agree, timeout_seconds=GPU_SECONDS)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "FP8"])
+@pytest.mark.parametrize("case", TOKENS)
+def test_the_readable_buffer_says_bit_by_bit_what_deep_ep_does(case, kind, buffers):
+    for found in buffers:
+        here = {name: same for name, same in found.items() if name.startswith(f"{case}, {kind}: ")}
+        assert len(here) == 7
+        assert all(here.values()), [name for name, same in here.items() if not same]
 
 
 def results(dispatcher, fp8, case: str, rank: int):
@@ -135,10 +147,22 @@ def distances(found, expected) -> list[float]:
     ]
 
 
-def test_tokens_sent_once_give_all_to_alls_results_within_bf16(run_ranks):
-    for found in run_ranks(2, dispatchers_agree, timeout_seconds=300):
-        for name, errors in found.items():
-            _, kind, chunks, *wire = name.split(", ")
+@pytest.fixture(scope="module")
+def dispatchers():
+    """What `dispatchers_agree` found, by rank."""
+    return run_in_pool(2, dispatchers_agree, timeout_seconds=GPU_SECONDS)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "triton"])
+@pytest.mark.parametrize("case", TOKENS)
+def test_tokens_sent_once_give_all_to_alls_results_within_bf16(case, kind, dispatchers):
+    for found in dispatchers:
+        here = {
+            name: errors for name, errors in found.items() if name.startswith(f"{case}, {kind}")
+        }
+        assert len(here) == 7
+        for name, errors in here.items():
+            _, _, chunks, *wire = name.split(", ")
             if chunks == "twice":
                 assert errors == [0] * 5, name
             elif kind == "triton":

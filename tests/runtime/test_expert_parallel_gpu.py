@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 
 import pytest
 import torch
-from small_runs import train
-
-from ppruntime.metrics import read_metrics
 
 pytestmark = [
     pytest.mark.multi_gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-WIDE = (
-    "model.hidden_size=256",
-    "model.expert_width=128",
-    "train.precision=bf16",
-    "train.seq_len=64",
-    "train.steps=2",
-    "optim.min_lr=3e-3",
-    "run.device=cuda",
-)
+WIDE = ("model.expert_width=128", "train.steps=2")
 DEEP_EP = ("moe.dispatch.type=deep_ep",)
 WAYS = {
     "rows": (),
@@ -34,8 +22,6 @@ WAYS = {
 }
 SPREAD = ("pp.size=1", "parallel.ep=2", "train.num_micro_batches=2", "pp.schedule=1f1b_w")
 ALONE = ("pp.size=1", "train.num_micro_batches=4")
-
-
 ROUNDED = {"FP8 rows", "deep_ep in chunks"}
 """Rows in FP8: that changes numerics."""
 # Of the loss and of the gradient's norm, each step. The rate is high, so one update later rounded
@@ -44,33 +30,16 @@ BOUNDS = ((5e-3, 0.05), (5e-3, 0.05))
 ROUNDED_BOUNDS = ((2e-3, 0.02), (2e-2, 0.15))
 
 
-@pytest.fixture(scope="module")
-def alone(run_ranks, tmp_path_factory):
-    """`alone(*options)`: the steps of one GPU, each run once for all ways of the rows."""
-
-    @cache
-    def steps(*options: str):
-        run_dir = tmp_path_factory.mktemp("alone")
-        (told,) = run_ranks(1, train, str(run_dir), (*options, *ALONE), timeout_seconds=300)
-        assert told[0] == 0, told
-        return read_metrics(run_dir / "metrics.jsonl")
-
-    return steps
-
-
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("way", WAYS)
-def test_two_gpus_with_half_of_the_experts_each_train_as_one_does(
-    way, backend, mode, tmp_path, run_ranks, alone
-):
+def test_two_gpus_with_half_of_the_experts_each_train_as_one_does(way, mode, backend, gpu_steps):
     if way.startswith("deep_ep") and find_spec("deep_ep") is None:
         pytest.skip("needs the package deep_ep")
-    more = (*WIDE, f"moe.compute.backend={backend}", f"ac.mode={mode}")
-    told = run_ranks(2, train, str(tmp_path), (*more, *SPREAD, *WAYS[way]), timeout_seconds=300)
-    assert [code for code, _, _ in told] == [0, 0], told
+    more = (*WIDE, f"moe.compute.backend={backend}")
+    two = gpu_steps(2, *more, *SPREAD, *WAYS[way], f"ac.mode={mode}")
+    alone = gpu_steps(1, *more, *ALONE)  # that modes have the same bits is shown elsewhere
     bounds = ROUNDED_BOUNDS if way in ROUNDED else BOUNDS
-    steps = read_metrics(tmp_path / "metrics.jsonl"), alone(*more), bounds
-    for step, other, (of_loss, of_norm) in zip(*steps, strict=True):
+    for step, other, (of_loss, of_norm) in zip(two, alone, bounds, strict=True):
         assert step.loss == pytest.approx(other.loss, rel=of_loss)
         assert step.grad_norm == pytest.approx(other.grad_norm, rel=of_norm)

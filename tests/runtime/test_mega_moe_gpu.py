@@ -12,55 +12,29 @@ import torch
 import torch.distributed as dist
 from fp8_cases import distance
 from msgspec.structs import replace
-from small_runs import train
+from rank_pool import run_in_pool
+from small_runs import GPU_SECONDS
 
-from ppruntime.metrics import read_metrics
 from ppruntime.models.dims import preset
 
 pytestmark = [
     pytest.mark.multi_gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-EXPERTS, PER_TOKEN, HIDDEN, TOKENS = 16, 4, 512, 300
+EXPERTS, PER_TOKEN, HIDDEN, WIDTH, TOKENS = 16, 4, 512, 256, 300
 DIMS = replace(
     preset("tiny"),
     hidden_size=HIDDEN,
-    expert_width=256,
+    expert_width=WIDTH,
     num_experts=EXPERTS,
     experts_per_token=PER_TOKEN,
 )
-WIDE = (
-    "model.hidden_size=256",
-    "model.expert_width=128",
-    "train.precision=bf16",
-    "train.seq_len=64",
-    "train.steps=2",
-    "optim.min_lr=3e-3",
-    "run.device=cuda",
-    *("pp.size=1", "parallel.ep=2", "train.num_micro_batches=2", "pp.schedule=1f1b_w"),
-)
+NAMES = ("y", "dx", "dp", "dW13", "dW2")
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_a_run_with_the_fused_layer_trains_as_one_with_the_all_to_all(
-    backend, mode, tmp_path, run_ranks
-):
-    more = (*WIDE, f"moe.compute.backend={backend}", f"ac.mode={mode}")
-    steps = {}
-    for dispatcher in ("torch", "mega_moe"):
-        run_dir = tmp_path / dispatcher
-        overrides = (*more, f"moe.dispatch.type={dispatcher}")
-        told = run_ranks(2, train, str(run_dir), overrides, timeout_seconds=300)
-        assert [code for code, _, _ in told] == [0, 0], told
-        steps[dispatcher] = read_metrics(run_dir / "metrics.jsonl")
-    for step, other in zip(steps["mega_moe"], steps["torch"], strict=True):
-        assert step.loss == pytest.approx(other.loss, rel=5e-3)
-        assert step.grad_norm == pytest.approx(other.grad_norm, rel=0.05)
-
-
-def open_layer(rank, *, timeout_seconds):
-    """The fused dispatcher of this rank and the exchange that it shares with an all-to-all."""
+def open_layer(rank):
+    """The fused dispatcher of this rank and the exchange that it shares with an all-to-all. No wait
+    is longer than the time that a rank may need for its kernels."""
     from ppruntime.experts.arena import open_arena
     from ppruntime.experts.exchange import ProcessExchange
     from ppruntime.models.mega_moe import MegaMoe, MegaMoeOptions
@@ -71,10 +45,17 @@ def open_layer(rank, *, timeout_seconds):
     exchange = ProcessExchange.of(dist.new_group([0, 1]))
     shape = ArenaShape(most_tokens=TOKENS, per_token=PER_TOKEN, num_experts=EXPERTS, hidden=HIDDEN)
     store = dist.distributed_c10d._get_default_store()
-    arena = open_arena(
-        shape, (0, 1), rank, torch.device("cuda", rank), store, timeout_seconds=timeout_seconds
-    )
+    device = torch.device("cuda", rank)
+    arena = open_arena(shape, (0, 1), rank, device, store, timeout_seconds=40)
     return MegaMoe(exchange, arena, MegaMoeOptions(num_sms=16)), exchange
+
+
+def close_layer(mega):
+    """When no rank uses another's memory any more."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    mega.arena.close()
+    dist.destroy_process_group()
 
 
 def random_batch(seed, rank):
@@ -94,16 +75,16 @@ def random_batch(seed, rank):
 
 
 def compare_routings(rank: int, fp8: bool, num_routings: int):
-    """How much farther from the truth the results are than twice the all-to-all's (FP8: than the
-    all-to-all's own bits), whether a second run has the same bits, and how often a pool was too
-    small for what came, as rank 0's is made now and then."""
+    """What is wrong, a line each; how often a pool was too small for what came, as rank 0's is made
+    now and then; and, in bf16, each result's squared distance from the truth over all routings,
+    with the all-to-all's."""
     from ppruntime.models.all_to_all import AllToAll
     from ppruntime.models.dispatch import WireOptions
     from ppruntime.models.experts import Experts
     from ppruntime.models.fp8_experts import Fp8Experts, Fp8Options
     from ppruntime.models.router import Routing
 
-    mega, exchange = open_layer(rank, timeout_seconds=20)
+    mega, exchange = open_layer(rank)
     plain = AllToAll(exchange, WireOptions())
     held = mega.held(EXPERTS)
     made = (
@@ -132,9 +113,12 @@ def compare_routings(rank: int, fp8: bool, num_routings: int):
         y.backward(grad)
         return [y.detach(), x.grad, weights.grad, *(w.grad for w in layer.parameters())]
 
-    worst, repeats, num_too_small = 0.0, True, 0
+    wrong: list[str] = []
+    squares = {name: [0.0, 0.0] for name in NAMES}
+    num_too_small = 0
     for seed in range(num_routings):
         batch = random_batch(seed, rank)
+        where = f"seed {seed}, {len(batch[0])} tokens on rank {rank}"
         expected = results(plain, batch)
         if rank == 0 and seed % 4 == 3:
             mega.rooms[mega.layer_of(made)] = 128
@@ -143,89 +127,137 @@ def compare_routings(rank: int, fp8: bool, num_routings: int):
         num_too_small += mega.arena.num_meetings - met == 5
         again = results(mega, batch)
         mega.check()
-        repeats &= all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
-        # In bf16 both are off; of a single token as far as a rounding happens to be.
+        for name, a, b in zip(NAMES, got, again, strict=True):
+            if not torch.equal(a, b):
+                wrong.append(f"{where}, {name}: {distance(b, a):.2e} from itself in a second run")
         truth = expected if fp8 else results(plain, batch, exact)
-        for a, b, t in zip(got, expected, truth, strict=True):
-            if b.numel() and b.any():
-                worst = max(worst, distance(a, t) - 2 * distance(b, t))
+        for name, a, b, t in zip(NAMES, got, expected, truth, strict=True):
+            if not t.any():
+                if a.any():
+                    wrong.append(f"{where}, {name}: not zero, as the all-to-all's")
+            elif fp8:
+                if not torch.equal(a.double(), b.double()):
+                    wrong.append(f"{where}, {name}: {distance(a, b):.2e} from the all-to-all")
             else:
-                assert not a.any()
-    dist.barrier()
-    mega.arena.close()
-    dist.destroy_process_group()
-    return worst, repeats, num_too_small
+                of_mega, of_plain = distance(a, t), distance(b, t)
+                square = t.double().square().sum().item()
+                squares[name][0] += of_mega**2 * square
+                squares[name][1] += of_plain**2 * square
+                if not of_mega < 2 * of_plain + SLACK:
+                    wrong.append(
+                        f"{where}, {name}: {of_mega:.2e} from fp32, the all-to-all {of_plain:.2e}"
+                    )
+    close_layer(mega)
+    return wrong, num_too_small, squares
+
+
+# In bf16 both are off, by about 4e-3: a token's gradients of its four weights by what rounding
+# happens to do, and by more where they happen to be small (by 9e-3 of these, and up to 3.9 times as
+# far as the all-to-all). One pair of 1,200 in a wrong place would be 4e-2. Over all routings both
+# are equally far, as the same roundings in torch show: within 1 %.
+SLACK = 1e-2
+MOST_RATIO = 1.1
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "FP8"])
-def test_any_routing_gives_what_the_all_to_all_gives_and_repeats_bit_for_bit(fp8, run_ranks):
-    told = run_ranks(2, compare_routings, fp8, 60, timeout_seconds=300)
-    for worst, repeats, num_too_small in told:
-        assert repeats, told
-        assert num_too_small == told[0][2] > 0, told
-        assert worst == 0 if fp8 else worst < 4e-3, told
+def test_any_routing_gives_what_the_all_to_all_gives_and_repeats_bit_for_bit(fp8):
+    told = run_in_pool(2, compare_routings, fp8, 60, timeout_seconds=GPU_SECONDS)
+    wrong = [line for lines, _, _ in told for line in lines]
+    assert not wrong, f"{len(wrong)} differ:\n" + "\n".join(wrong[:40])
+    assert told[0][1] == told[1][1] > 0, [num_too_small for _, num_too_small, _ in told]
+    if not fp8:
+        for name in NAMES:
+            of_mega, of_plain = (sum(rank[2][name][i] for rank in told) ** 0.5 for i in (0, 1))
+            assert of_mega < MOST_RATIO * of_plain, (name, of_mega, of_plain)
 
 
-def lose_a_peer(rank: int, num_met: int):
-    """Rank 1 tells its counts and comes to so many meetings of a forward, and then no more."""
-    mega, _ = open_layer(rank, timeout_seconds=6)
-    x, experts, weights, _ = random_batch(0, rank)
+def bf16_forward(mega, batch):
+    """A forward's steps, with weights of zero."""
+    x, experts, weights, _ = batch
     held = len(mega.held(EXPERTS))
     matrices = tuple(
         torch.zeros(held, *size, device="cuda", dtype=torch.bfloat16)
-        for size in ((512, HIDDEN), (HIDDEN, 256))
+        for size in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
     )
-    steps = mega.forward_steps(x, experts, weights, matrices, 10.0, power_of_two=False)
+    return mega.forward_steps(x, experts, weights, matrices, 10.0, power_of_two=False)
+
+
+def lose_a_peer(rank: int, num_met: int, limit_seconds: int):
+    """Rank 1 tells its counts and comes to so many meetings of a forward, and then no more."""
+    mega, _ = open_layer(rank)
+    batch = random_batch(0, rank)
+    mega.run(bf16_forward(mega, batch))  # kernels are compiled here
+    torch.cuda.synchronize()
+    dist.barrier()
+    mega.arena.peers = mega.arena.peers._replace(limit=limit_seconds * 10**9)
+    steps = bf16_forward(mega, batch)
+    code, seconds, num_rows = 0, 0.0, 0
     if rank == 1:
         next(steps)
         for _ in range(num_met):
             mega.arena.meet(wait=False)
+    else:
+        begin = time.monotonic()
+        y, kept = mega.run(steps)
         torch.cuda.synchronize()
-        dist.barrier()
-        return 0, 0.0, 0
-    begin = time.monotonic()
-    y, kept = mega.run(steps)
-    torch.cuda.synchronize()
-    seconds = time.monotonic() - begin
-    code = mega.arena.error.item()
-    assert len(y) == len(x)
-    dist.barrier()
-    return code, seconds, int((kept.home_R >= 0).sum())
+        seconds = time.monotonic() - begin
+        code, num_rows = mega.arena.error.item(), int((kept.home_R >= 0).sum())
+        assert len(y) == len(batch[0])
+    close_layer(mega)
+    return code, seconds, num_rows
 
 
 @pytest.mark.parametrize("num_met", [0, 1])
-def test_a_peer_that_meets_no_more_ends_every_wait_within_the_limit(num_met, run_ranks):
-    (code, seconds, num_rows), _ = run_ranks(2, lose_a_peer, num_met)
+def test_a_peer_that_meets_no_more_ends_every_wait_within_the_limit(num_met):
+    limit = 3
+    (code, seconds, num_rows), _ = run_in_pool(
+        2, lose_a_peer, num_met, limit, timeout_seconds=GPU_SECONDS
+    )
     assert code == 2  # 1 + the rank
     assert (num_rows > 0) == (num_met > 0)  # nothing is read of a rank that has not come
-    # Kernels are compiled on the way; one limit, not one per wait.
-    assert 6 <= seconds < 90
+    # One limit, not one per wait; some kernels are loaded on the way.
+    assert limit <= seconds < 2 * limit
 
 
 def hear_of_a_late_peer(rank: int):
     """What each rank is told by a forward after rank 0 has given up a wait."""
     from ppruntime.models.mega_moe_rules import MeetingError
 
-    mega, _ = open_layer(rank, timeout_seconds=3)
-    held = len(mega.held(EXPERTS))
-    matrices = tuple(
-        torch.zeros(held, *size, device="cuda", dtype=torch.bfloat16)
-        for size in ((512, HIDDEN), (HIDDEN, 256))
-    )
+    mega, _ = open_layer(rank)
     if rank == 0:
         mega.arena.error.fill_(2)
-    x, experts, weights, _ = random_batch(0, rank)
+    text = ""
     try:
-        mega.run(mega.forward_steps(x, experts, weights, matrices, 10.0, power_of_two=False))
+        mega.run(bf16_forward(mega, random_batch(0, rank)))
     except MeetingError as error:
-        return str(error)
-    finally:
-        torch.cuda.synchronize()
-        dist.barrier()
-    return ""
+        text = str(error)
+    close_layer(mega)
+    return text
 
 
-def test_both_ranks_hear_in_the_next_forward_what_one_gave_up(run_ranks):
-    one, other = run_ranks(2, hear_of_a_late_peer)
+def test_both_ranks_hear_in_the_next_forward_what_one_gave_up():
+    one, other = run_in_pool(2, hear_of_a_late_peer, timeout_seconds=GPU_SECONDS)
     assert one == other
     assert "rank 0 waited too long for rank 1" in one
+
+
+# The widths from above: their kernels are compiled once.
+RUN = (
+    f"model.hidden_size={HIDDEN}",
+    f"model.expert_width={WIDTH}",
+    f"model.num_experts={EXPERTS}",
+    f"model.experts_per_token={PER_TOKEN}",
+    "train.steps=2",
+    *("pp.size=1", "parallel.ep=2", "train.num_micro_batches=2", "pp.schedule=1f1b_w"),
+)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_run_with_the_fused_layer_trains_as_one_with_the_all_to_all(mode, backend, gpu_steps):
+    more = (*RUN, f"moe.compute.backend={backend}")
+    fused = gpu_steps(2, *more, f"ac.mode={mode}", "moe.dispatch.type=mega_moe")
+    # One for both modes: they have the same bits.
+    for step, other in zip(fused, gpu_steps(2, *more, "moe.dispatch.type=torch"), strict=True):
+        assert step.loss == pytest.approx(other.loss, rel=5e-3)
+        assert step.grad_norm == pytest.approx(other.grad_norm, rel=0.05)

@@ -15,7 +15,7 @@ import warnings
 import pytest
 import torch
 from rank_pool import run_in_pool
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 from transport_cases import GPU_KINDS
 
 from ppruntime.transports import open_transport
@@ -39,7 +39,6 @@ def _open(rank, kind, channels, timeout_seconds=30.0, **options):
     # Before the first call into CUDA, which is in this function.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    store = PrefixStore(os.environ.get("POOL_CALL", ""), store)  # of processes that tests share
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     if kind == "put" and os.environ.get("PPRUNTIME_NCCL_LIBRARY"):
