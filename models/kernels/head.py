@@ -36,8 +36,9 @@ VOCAB_BLOCK = 42240
 """Rows of the weight gradient that are in fp32 at once, beside its sum: for V4.1 6,600 tiles of 128
 by 256, fifty to each multiprocessor of an H200. The vocabulary takes 154 such rounds, with 16,384
 rows it takes 158; no more memory than a chunk's logits in the forward."""
-_BLOCK = 4096
-"""Logits that one program reads at a time."""
+_PART = 8192
+"""Most logits of a row that one program holds: 32 in a thread's registers."""
+_WARPS = 8
 
 
 def fused_loss(
@@ -133,10 +134,18 @@ def _softmax_grad(logits_CV: Tensor, labels_C: Tensor, grad_CV: Tensor) -> Tenso
     num_rows, num_logits = logits_CV.shape
     assert grad_CV.is_contiguous(), "the kernel writes whole rows one after another"
     loss_C = torch.empty(num_rows, dtype=torch.float32, device=logits_CV.device)
+    num_parts = triton.next_power_of_2(triton.cdiv(num_logits, _PART))
+    if INTERPRETED.value:
+        num_parts = 1  # its programs run one after another: none can wait for a later one
     if num_rows:
-        _softmax_grad_kernel[(num_rows,)](
-            logits_CV, labels_C, loss_C, grad_CV, num_logits,
-            IGNORED_LABEL, grad_CV.shape[1] > 0, _BLOCK, num_warps=8,
+        # Of a multiple of 16 logits, so that accesses are wide.
+        part_size = 16 * triton.cdiv(num_logits, 16 * num_parts)
+        sums_CP = torch.empty(num_rows, num_parts, 2, dtype=torch.float32, device=loss_C.device)
+        counts = torch.zeros(num_rows + 1, dtype=torch.int32, device=loss_C.device)
+        _softmax_grad_kernel[(num_rows * num_parts,)](
+            logits_CV, labels_C, loss_C, grad_CV, sums_CP, counts, num_rows, num_logits,
+            IGNORED_LABEL, grad_CV.shape[1] > 0, num_parts, part_size,
+            triton.next_power_of_2(part_size), num_warps=_WARPS,
         )  # fmt: skip
     return loss_C
 
@@ -148,39 +157,53 @@ def _(logits_CV: Tensor, labels_C: Tensor, grad_CV: Tensor) -> Tensor:
 
 @triton.jit
 def _softmax_grad_kernel(
-    logits_ptr, labels_ptr, loss_ptr, grad_ptr, num_logits,
-    IGNORED: tl.constexpr, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, labels_ptr, loss_ptr, grad_ptr, sums_ptr, counts_ptr, num_rows, num_logits,
+    IGNORED: tl.constexpr, WITH_GRAD: tl.constexpr,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row per program: an online softmax, then the gradient from logits still in the cache."""
-    row = tl.program_id(0).to(tl.int64)
+    """A part of a row per program: it keeps its logits, as powers, in registers, tells the row's
+    other programs their maximum and sum, and waits for theirs. So logits are read once.
+
+    Rows and parts are given out in the order in which programs start: those that wait for one that
+    has not started are of one row, fewer than a device runs at once. `counts` begins as zeros.
+    """
+    ticket = tl.atomic_add(counts_ptr + num_rows, 1, sem="relaxed")
+    row = (ticket // PARTS).to(tl.int64)
+    part = ticket % PARTS
     label = tl.load(labels_ptr + row)
     is_valid = label != IGNORED
     logits_ptr += row * num_logits
     grad_ptr += row * num_logits
-    places = tl.arange(0, BLOCK)
-    # One maximum and sum per place: the row is reduced once, at the end.
-    top = tl.full([BLOCK], -1e38, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, num_logits, BLOCK):
-        inside = start + places < num_logits
-        logits = tl.load(logits_ptr + start + places, mask=inside, other=float("-inf"))
-        new_top = tl.maximum(top, logits)
-        total = total * tl.exp(top - new_top) + tl.exp(logits - new_top)
-        top = new_top
-    largest = tl.max(top, 0)
-    lse = largest + tl.log(tl.sum(total * tl.exp(top - largest), 0))
-    is_token = (label >= 0) & (label < num_logits)
-    of_label = tl.load(logits_ptr + label, mask=is_token, other=float("nan"))
-    tl.store(loss_ptr + row, tl.where(is_valid, lse - of_label, 0.0))
+    places = part * SIZE + tl.arange(0, BLOCK)
+    inside = (tl.arange(0, BLOCK) < SIZE) & (places < num_logits)
+    logits = tl.load(logits_ptr + places, mask=inside, other=float("-inf"))
+    own_top = tl.maximum(tl.max(logits, 0), -1e38)
+    powers = tl.exp(logits - own_top)
+    top = own_top
+    total = tl.sum(powers, 0)
+    if PARTS > 1:
+        sums_ptr += row * PARTS * 2
+        tl.store(sums_ptr + part * 2, own_top)
+        tl.store(sums_ptr + part * 2 + 1, total)
+        tl.debug_barrier()
+        there = 1 + tl.atomic_add(counts_ptr + row, 1, sem="acq_rel", scope="gpu")
+        while there < PARTS:
+            there = tl.atomic_add(counts_ptr + row, 0, sem="acquire", scope="gpu")
+        parts = sums_ptr + tl.arange(0, PARTS) * 2
+        tops = tl.load(parts, volatile=True)
+        top = tl.max(tops, 0)
+        total = tl.sum(tl.load(parts + 1, volatile=True) * tl.exp(tops - top), 0)
+    lse = top + tl.log(total)
+    if part == 0:
+        is_token = (label >= 0) & (label < num_logits)
+        of_label = tl.load(logits_ptr + label, mask=is_token, other=float("nan"))
+        tl.store(loss_ptr + row, tl.where(is_valid, lse - of_label, 0.0))
     if WITH_GRAD:
-        for start in range(0, num_logits, BLOCK):
-            inside = start + places < num_logits
-            logits = tl.load(logits_ptr + start + places, mask=inside, other=float("-inf"))
-            grad = tl.exp(logits - lse) - tl.where(start + places == label, 1.0, 0.0)
-            grad = tl.where(is_valid, grad, 0.0)
-            if grad_ptr.dtype.element_ty == tl.bfloat16:
-                grad = to_bf16(grad)
-            tl.store(grad_ptr + start + places, grad, mask=inside)
+        grad = powers * tl.exp(own_top - lse) - tl.where(places == label, 1.0, 0.0)
+        grad = tl.where(is_valid, grad, 0.0)
+        if grad_ptr.dtype.element_ty == tl.bfloat16:
+            grad = to_bf16(grad)
+        tl.store(grad_ptr + places, grad, mask=inside)
 
 
 def _check(x_ND: Tensor, weight_VD: Tensor) -> None:

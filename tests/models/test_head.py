@@ -13,7 +13,7 @@ from ppruntime.models.carry import IGNORED_LABEL, Carry, MicroBatch
 from ppruntime.models.dims import preset, unit_specs
 from ppruntime.models.head import chunked_loss, head_loss, whole_loss
 from ppruntime.models.init import init_parameters
-from ppruntime.models.kernels.head import fused_loss
+from ppruntime.models.kernels.head import _softmax_grad, _softmax_grad_kernel, fused_loss
 from ppruntime.models.linear import Linear, WeightGradQueue, set_queue
 from ppruntime.models.units import build_unit
 
@@ -100,7 +100,7 @@ def test_in_bf16_the_error_is_one_rounding_of_the_gradients(loss_of, scale):
 
 @pytest.mark.parametrize("loss_of", CHUNKED)
 def test_a_vocabulary_of_several_blocks_is_summed_whole(loss_of, monkeypatch):
-    monkeypatch.setattr("ppruntime.models.kernels.head._BLOCK", 64)
+    monkeypatch.setattr("ppruntime.models.kernels.head._PART", 64)
     monkeypatch.setattr("ppruntime.models.kernels.head.VOCAB_BLOCK", 130)
     case = Case(dtype=LOW)
     expected = case.expected()
@@ -210,6 +210,26 @@ def test_other_dtypes_than_the_kernels_are_refused():
     with pytest.raises(ValueError, match=r"hidden states are torch\.float64"):
         fused_loss(case.hidden, case.projection, case.labels)
     assert max(distances(case.results(chunked_loss, chunk_tokens=4), case.expected())) < 1e-14
+
+
+@pytest.mark.parametrize(("num_parts", "part_size"), [(4, 80), (8, 48), (2, 160)])
+def test_programs_that_share_a_row_make_of_it_what_one_makes(num_parts, part_size):
+    logits = 5 * torch.randn(3, 300, device=DEVICE)
+    labels = torch.tensor([1, IGNORED_LABEL, 299], device=DEVICE)
+    whole, shared = (torch.empty(3, 300, device=DEVICE, dtype=LOW) for _ in range(2))
+    expected, loss = _softmax_grad(logits, labels, whole), torch.empty(3, device=DEVICE)
+    sums = torch.empty(3, num_parts, 2, device=DEVICE)
+    # The interpreter runs one program after another: none may wait, and the second time all have
+    # said their sums.
+    for _ in range(1 if on_gpu else 2):
+        counts = torch.full((4,), 0 if on_gpu else num_parts, dtype=torch.int32, device=DEVICE)
+        counts[-1] = 0
+        _softmax_grad_kernel[(3 * num_parts,)](
+            logits, labels, loss, shared, sums, counts, 3, 300,
+            IGNORED_LABEL, True, num_parts, part_size, 256, num_warps=8,
+        )  # fmt: skip
+    assert torch.allclose(loss, expected, rtol=1e-6)
+    assert torch.allclose(shared, whole, rtol=2**-7, atol=1e-30)
 
 
 def test_the_registration_is_consistent():
