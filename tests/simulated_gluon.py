@@ -228,6 +228,7 @@ class _Warps:
     def __init__(self, chance: random.Random) -> None:
         self.chance, self.products = chance, _Products()
         self.barriers: dict[int, _Barrier] = {}
+        self.turns = [False, False]
         self.arriving: list[Callable[[], None]] = []
         self.partition: _Partition | None = None
 
@@ -293,6 +294,17 @@ class _Warps:
             barrier.pending -= count
             barrier.settle()
         self.let_go()
+
+    # Named barriers by which warpgroups take turns
+
+    def give_turn(self, warpgroup: int) -> None:
+        assert not self.turns[warpgroup], "a turn that was not taken yet"
+        self.turns[warpgroup] = True
+        self.let_go()
+
+    def take_turn(self, warpgroup: int) -> None:
+        self.let_go(lambda: self.turns[warpgroup])
+        self.turns[warpgroup] = False
 
     # TMA
 
@@ -407,6 +419,8 @@ class _Simulated:
             "async_copy": copies,
             "fence_async_shared": lambda: None,
             "_barrier": lambda: None,
+            "_take_turn": warps.take_turn,
+            "give_turn": warps.give_turn,
             "mbarrier": types.SimpleNamespace(
                 MBarrierLayout=lambda: None,
                 arrive=warps.arrive,

@@ -53,6 +53,9 @@ class Tile:
     hopper: bool = False
     """By the Gluon kernels of grouped_gemm_hopper.py and mega_moe_gemm_hopper.py, in tiles of 128
     rows; their programs stay."""
+    turns: int = 2
+    """Those kernels: their warpgroups multiply by turns; 0: as it happens, 1: the other's turn once
+    a product is on its way, 2: once it is there."""
     adds_in_cache: bool = False
     """That kernel: the second-level cache adds; no program reads the accumulator."""
 
@@ -401,5 +404,6 @@ def _launch_hopper(
         accumulator_EAC, num_tiles, *operands,
         left_width, right_width, tile.rows, columns, group, left_tiles, right_tiles,
         len(micro_batches), turned, tile.prefetch, tile.adds_in_cache, tile.num_stages,
+        tile.turns,
         num_warps=tile.num_warps,
     )  # fmt: skip

@@ -176,18 +176,41 @@ def _add(place, x, OUT: gl.constexpr, IN_CACHE: gl.constexpr):
         gl.store(place, gl.load(place) + x)
 
 
+@gluon.constexpr_function
+def _barrier_code(what, warpgroup):
+    """A named barrier of both warpgroups; Triton's own have small numbers. Without branches, as an
+    mbarrier's wait has one: ptxas moved the sums to other registers at it and back, every time."""
+    return f"bar.{what} {8 + warpgroup}, 256; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def _take_turn(WARPGROUP: gl.constexpr):
+    """Waits until the other warpgroup has given the turn."""
+    gl.inline_asm_elementwise(
+        _barrier_code("sync", WARPGROUP), "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def give_turn(WARPGROUP: gl.constexpr):
+    gl.inline_asm_elementwise(
+        _barrier_code("arrive", WARPGROUP), "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @gluon.jit
 def add_products(
-    upper, lower, step, num_blocks, shared, ready, free, left_scale, right_scale, left_stride,
-    right_stride, FIRST: gl.constexpr, MMA: gl.constexpr, LEFT_TILES: gl.constexpr,
-    RIGHT_TILES: gl.constexpr, STAGES: gl.constexpr,
+    upper, lower, step, num_blocks, shared, ready, free, left_scale, right_scale,
+    left_stride, right_stride, WARPGROUP: gl.constexpr, MMA: gl.constexpr,
+    LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """The sums of a warpgroup's two blocks of 64 rows with the products of so many blocks of 128
-    along K added, each scaled in fp32, and the half steps done so far; `FIRST`: its first column in
-    the stages. Pointers to scales are used where one serves a tile: of the first block, and so many
-    apart."""
+    along K added, each scaled in fp32, and the half steps done so far. Pointers to scales are used
+    where one serves a tile: of the first block, and so many apart."""
     left_shared, right_shared, left_scales, right_scales = shared
     OWN: gl.constexpr = upper.shape[1]
+    FIRST: gl.constexpr = WARPGROUP * OWN
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
     OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, MMA)
     nothing = gl.zeros([64, OWN], gl.float32, layout=MMA)
@@ -203,6 +226,8 @@ def add_products(
             of_right = gl.load(right_scale + half_block // 2 * right_stride)
         stage = step // 2 % STAGES
         mbarrier.wait(ready.index(stage), step // (2 * STAGES) & 1)
+        if TURNS > 0:
+            _take_turn(WARPGROUP)
         product = warpgroup_mma(
             left_shared.index(2 * stage + half),
             right_shared.index(stage).slice(FIRST, OWN).permute((1, 0)),
@@ -210,12 +235,16 @@ def add_products(
             use_acc=False,
             is_async=True,
         )
-        product = warpgroup_mma_wait(0, deps=(product,))
-        # Read afterwards: there are no registers left to hold them during the product.
+        if TURNS == 1:
+            give_turn(1 - WARPGROUP)
         if LEFT_TILES:
             of_rows = gl.full([64], of_left, gl.float32, layout=OF_ROWS)
         else:
             of_rows = left_scales.index(2 * stage + half).load(OF_ROWS)
+        product = warpgroup_mma_wait(0, deps=(product,))
+        if TURNS == 2:
+            give_turn(1 - WARPGROUP)
+        # Read afterwards: there are no registers left to hold so many during the product.
         if RIGHT_TILES:
             of_columns = gl.full([OWN], of_right, gl.float32, layout=OF_COLUMNS)
         else:
@@ -234,7 +263,7 @@ def _multiply(
     acc_ptr, operands, starts, shared, ready, free, num_tiles, WARPGROUP: gl.constexpr,
     A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     GROUP: gl.constexpr, LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, NUM: gl.constexpr,
-    TURNED: gl.constexpr, IN_CACHE: gl.constexpr, STAGES: gl.constexpr,
+    TURNED: gl.constexpr, IN_CACHE: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile's columns."""
     OWN: gl.constexpr = COLUMNS // 2
@@ -248,6 +277,8 @@ def _multiply(
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     columns = FIRST + gl.arange(0, OWN, layout=gl.SliceLayout(0, OUT))
     offsets = rows[:, None] * ROW_STRIDE + columns[None, :] * COLUMN_STRIDE
+    if (TURNS > 0) & (WARPGROUP == 1):
+        give_turn(0)  # it begins
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         expert, row, column = _place(tile, A, C, ROWS, COLUMNS, GROUP)
@@ -265,7 +296,7 @@ def _multiply(
             lower = gl.zeros([64, OWN], gl.float32, layout=MMA)
             upper, lower, step = add_products(
                 upper, lower, step, num_blocks, shared, ready, free, left_scale, right_scale,
-                A // 128, C // 128, FIRST, MMA, LEFT_TILES, RIGHT_TILES, STAGES,
+                A // 128, C // 128, WARPGROUP, MMA, LEFT_TILES, RIGHT_TILES, STAGES, TURNS,
             )  # fmt: skip
             if num_blocks > 0:
                 place = _accumulator(acc_ptr, expert, row, column, A, C, TURNED)
@@ -283,6 +314,7 @@ def weight_grad_kernel(
     A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     GROUP: gl.constexpr, LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, NUM: gl.constexpr,
     TURNED: gl.constexpr, PREFETCH: gl.constexpr, IN_CACHE: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """`grouped_gemm._grouped_weight_grad`; any number of programs share the tiles.
 
@@ -309,12 +341,12 @@ def weight_grad_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                acc_ptr, operands, starts, shared, ready, free, num_tiles, 0, A, C, ROWS, COLUMNS,
-                GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, IN_CACHE, STAGES,
+                acc_ptr, operands, starts, shared, ready, free, num_tiles, 0, A, C, ROWS,
+                COLUMNS, GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, IN_CACHE, STAGES, TURNS,
             )),
             (_multiply, (
-                acc_ptr, operands, starts, shared, ready, free, num_tiles, 1, A, C, ROWS, COLUMNS,
-                GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, IN_CACHE, STAGES,
+                acc_ptr, operands, starts, shared, ready, free, num_tiles, 1, A, C, ROWS,
+                COLUMNS, GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, IN_CACHE, STAGES, TURNS,
             )),
             (_copy, (
                 acc_ptr, operands, starts, shared, ready, free, num_tiles, A, C, ROWS, COLUMNS,
