@@ -53,7 +53,7 @@ class Tile:
     hopper: bool = False
     """By the Gluon kernels of grouped_gemm_hopper.py and mega_moe_gemm_hopper.py, in tiles of 128
     rows; their programs stay."""
-    turns: int = 2
+    turns: int = 0
     """Those kernels: their warpgroups multiply by turns; 0: as it happens, 1: the other's turn once
     a product is on its way, 2: once it is there."""
     adds_in_cache: bool = False

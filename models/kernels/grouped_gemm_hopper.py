@@ -214,18 +214,20 @@ def add_products(
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
     OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, MMA)
     nothing = gl.zeros([64, OWN], gl.float32, layout=MMA)
+    # One scale of a whole tile comes straight from memory, half a step ahead of its product: copies
+    # of 128 bytes that begin anywhere, and reach over the end of all scales, were an illegal
+    # instruction on an H200.
+    if LEFT_TILES:
+        of_left = gl.load(left_scale, mask=num_blocks > 0, other=0.0)
+    if RIGHT_TILES:
+        of_right = gl.load(right_scale, mask=num_blocks > 0, other=0.0)
     # Half a step a time: from one place in the code, all products use the same registers.
+    # What it needs first it has from the one before: nothing is worked out in front of a product.
+    stage = step // 2 % STAGES
+    phase = step // (2 * STAGES) & 1
     for half_block in range(0, 2 * num_blocks):
-        half = step % 2
-        # One scale of a whole tile comes straight from memory, while operands and product are
-        # waited for: copies of 128 bytes that begin anywhere, and reach over the end of all scales,
-        # were an illegal instruction on an H200.
-        if LEFT_TILES:
-            of_left = gl.load(left_scale + half_block // 2 * left_stride)
-        if RIGHT_TILES:
-            of_right = gl.load(right_scale + half_block // 2 * right_stride)
-        stage = step // 2 % STAGES
-        mbarrier.wait(ready.index(stage), step // (2 * STAGES) & 1)
+        half = half_block % 2
+        mbarrier.wait(ready.index(stage), phase)
         if TURNS > 0:
             _take_turn(WARPGROUP)
         product = warpgroup_mma(
@@ -250,12 +252,26 @@ def add_products(
         else:
             of_columns = right_scales.index(stage).slice(FIRST, OWN).load(OF_COLUMNS)
         mbarrier.arrive(free.index(stage), count=1, pred=half == 1)
-        scale = of_rows[:, None] * of_columns[None, :]
-        # Predicated: before branches, scales would need registers that are not there.
-        upper = gl.where(half == 0, gl.fma(product, scale, upper), upper)
-        lower = gl.where(half == 0, lower, gl.fma(product, scale, lower))
-        step += 1
-    return upper, lower, step
+        ahead = gl.minimum((half_block + 1) // 2, num_blocks - 1)
+        if LEFT_TILES:
+            of_left = gl.load(left_scale + ahead * left_stride)
+        if RIGHT_TILES:
+            of_right = gl.load(right_scale + ahead * right_stride)
+        is_last = (half == 1) & (stage == STAGES - 1)
+        phase = gl.where(is_last, 1 - phase, phase)
+        stage = gl.where(is_last, 0, stage + half)
+        if RIGHT_TILES:
+            # A product of no half is added times 0: ptxas makes less of a choice between sums.
+            of_upper = gl.where(half == 0, of_rows, 0.0)[:, None] * of_columns[None, :]
+            of_lower = gl.where(half == 0, 0.0, of_rows)[:, None] * of_columns[None, :]
+            upper = gl.fma(product, of_upper, upper)
+            lower = gl.fma(product, of_lower, lower)
+        else:
+            # Predicated: before branches, scales would need registers that are not there.
+            scale = of_rows[:, None] * of_columns[None, :]
+            upper = gl.where(half == 0, gl.fma(product, scale, upper), upper)
+            lower = gl.where(half == 0, lower, gl.fma(product, scale, lower))
+    return upper, lower, step + 2 * num_blocks
 
 
 @gluon.jit
