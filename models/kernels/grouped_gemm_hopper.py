@@ -239,6 +239,11 @@ def add_products(
         )
         if TURNS == 1:
             give_turn(1 - WARPGROUP)
+        ahead = gl.minimum((half_block + 1) // 2, num_blocks - 1)
+        if LEFT_TILES:
+            next_left = gl.load(left_scale + ahead * left_stride)
+        if RIGHT_TILES:
+            next_right = gl.load(right_scale + ahead * right_stride)
         if LEFT_TILES:
             of_rows = gl.full([64], of_left, gl.float32, layout=OF_ROWS)
         else:
@@ -252,25 +257,24 @@ def add_products(
         else:
             of_columns = right_scales.index(stage).slice(FIRST, OWN).load(OF_COLUMNS)
         mbarrier.arrive(free.index(stage), count=1, pred=half == 1)
-        ahead = gl.minimum((half_block + 1) // 2, num_blocks - 1)
-        if LEFT_TILES:
-            of_left = gl.load(left_scale + ahead * left_stride)
-        if RIGHT_TILES:
-            of_right = gl.load(right_scale + ahead * right_stride)
+        scale = of_rows[:, None] * of_columns[None, :]
         is_last = (half == 1) & (stage == STAGES - 1)
         phase = gl.where(is_last, 1 - phase, phase)
         stage = gl.where(is_last, 0, stage + half)
         if RIGHT_TILES:
-            # A product of no half is added times 0: ptxas makes less of a choice between sums.
-            of_upper = gl.where(half == 0, of_rows, 0.0)[:, None] * of_columns[None, :]
-            of_lower = gl.where(half == 0, 0.0, of_rows)[:, None] * of_columns[None, :]
-            upper = gl.fma(product, of_upper, upper)
-            lower = gl.fma(product, of_lower, lower)
+            # In branches, so that half of the additions are not done.
+            if half == 0:
+                upper = gl.fma(product, scale, upper)
+            else:
+                lower = gl.fma(product, scale, lower)
         else:
             # Predicated: before branches, scales would need registers that are not there.
-            scale = of_rows[:, None] * of_columns[None, :]
             upper = gl.where(half == 0, gl.fma(product, scale, upper), upper)
             lower = gl.where(half == 0, lower, gl.fma(product, scale, lower))
+        if LEFT_TILES:
+            of_left = next_left
+        if RIGHT_TILES:
+            of_right = next_right
     return upper, lower, step + 2 * num_blocks
 
 
