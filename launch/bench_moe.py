@@ -28,9 +28,6 @@ def main() -> int:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=1, help="GPUs that the experts lie over")
-    parser.add_argument(
-        "--gluon", action="store_true", help="one rank: time the Gluon weight gradient too"
-    )
     parser.add_argument("--compile", type=int, metavar="WORKER", help=argparse.SUPPRESS)
     arguments, more = parser.parse_known_args()
     if arguments.compile is not None:
@@ -46,7 +43,7 @@ def main() -> int:
     print(f"compiled in {time.monotonic() - begin:.0f} s, exit codes {codes}", flush=True)
     from ppruntime.launch.bench_moe_phases import ExpertPhases
 
-    bench = ExpertPhases(arguments.repetitions, gluon=arguments.gluon)
+    bench = ExpertPhases(arguments.repetitions)
     try:
         bench.run()
     finally:

@@ -24,14 +24,12 @@ LIMIT = 10.0
 class ExpertPhases(Recorder):
     """The run: rows, checks, and the tensors that all phases share."""
 
-    def __init__(self, repetitions: int, *, gluon: bool = False) -> None:
-        """`gluon`: also the Gluon kernel of the weight gradient, which is not the default."""
+    def __init__(self, repetitions: int) -> None:
         import torch
 
         from ppruntime.models.kernels.expert_backends import ExpertBackend, unavailable_reason
 
         super().__init__(repetitions)
-        self.gluon = gluon
         self.deep_gemm = unavailable_reason(ExpertBackend.DEEP_GEMM)
         if self.deep_gemm is not None:
             self.notes.append(self.deep_gemm)
@@ -46,19 +44,6 @@ class ExpertPhases(Recorder):
         self.acc13 = torch.zeros(EXPERTS, 2 * WIDTH, HIDDEN, device="cuda")
         self.acc2 = torch.zeros(EXPERTS, HIDDEN, WIDTH, device="cuda")
         self.generator = generator
-
-    def gluon_tiles(self) -> dict[str, Any]:
-        """Ways to run the Gluon weight gradient, if it is asked for."""
-        from dataclasses import replace
-
-        from ppruntime.models.kernels.grouped_gemm import HOPPER_WEIGHT_GRAD_TILE as TILE
-
-        tiles = {
-            "gluon": TILE,
-            "gluon, loads and stores": replace(TILE, adds_in_cache=False),
-            "gluon, 3 stages": replace(TILE, num_stages=3),
-        }
-        return tiles if self.gluon else {}
 
     def run(self) -> None:
         from ppruntime.models.kernels import quantize
@@ -155,7 +140,7 @@ class ExpertPhases(Recorder):
     ) -> Any:
         import torch
 
-        from ppruntime.models.kernels import deep_gemm, grouped_gemm
+        from ppruntime.models.kernels import deep_gemm, grouped_gemm, quantize
         from ppruntime.models.kernels.quantize import Quantized, dequantize_blocks, dequantize_rows
 
         num, outs, ins = fp8.data.shape
@@ -167,11 +152,18 @@ class ExpertPhases(Recorder):
             variants[f"triton {tile_text(tile)}"] = partial(
                 grouped_gemm.grouped_gemm, x, fp8, layout, tile=tile
             )
+        usual = {"triton": grouped_gemm.FORWARD_TILE}
+        if quantize.on_hopper(x.data):
+            usual["gluon"] = grouped_gemm.HOPPER_TILE
+            variants["gluon"] = partial(
+                grouped_gemm.grouped_gemm, x, fp8, layout, tile=usual["gluon"]
+            )
         if shape == "balanced":
             limit = num_sms() - 20
-            variants[f"triton, {limit} SMs"] = partial(
-                grouped_gemm.grouped_gemm, x, fp8, layout, gemm_sms=limit
-            )
+            for name, tile in usual.items():
+                variants[f"{name}, {limit} SMs"] = partial(
+                    grouped_gemm.grouped_gemm, x, fp8, layout, tile=tile, gemm_sms=limit
+                )
         if self.deep_gemm is None:
             variants["deep_gemm"] = partial(deep_gemm.grouped_gemm, x, fp8, layout)
         dense = torch.randn(routed, ins, device="cuda", dtype=torch.bfloat16)
@@ -214,7 +206,7 @@ class ExpertPhases(Recorder):
     ) -> None:
         import torch
 
-        from ppruntime.models.kernels import deep_gemm, grouped_gemm
+        from ppruntime.models.kernels import deep_gemm, grouped_gemm, quantize
         from ppruntime.models.kernels.quantize import Quantized, dequantize_columns
 
         operands = grouped_gemm.WeightGradOperands(left, right, layout)
@@ -236,13 +228,12 @@ class ExpertPhases(Recorder):
                 variants[f"{name} tiles"] = partial(launch, accumulator, [tiles] * count, tile=tile)
             if all_tiles:
                 variants[f"triton, {num_sms()} SMs persistent, tiles"] = partial(
-                    launch, accumulator, [tiles] * count, gemm_sms=num_sms()
+                    launch, accumulator, [tiles] * count, tile=usual[0], gemm_sms=num_sms()
                 )
-            for name, tile in self.gluon_tiles().items():
-                variants[name] = partial(launch, accumulator, [operands] * count, tile=tile)
-                variants[f"{name}, tiles"] = partial(
-                    launch, accumulator, [tiles] * count, tile=tile
-                )
+            if quantize.on_hopper(accumulator):
+                gluon = grouped_gemm.HOPPER_WEIGHT_GRAD_TILE
+                variants["gluon"] = partial(launch, accumulator, [operands] * count, tile=gluon)
+                variants["gluon, tiles"] = partial(launch, accumulator, [tiles] * count, tile=gluon)
             if self.deep_gemm is None:
                 variants["deep_gemm"] = partial(
                     deep_gemm.grouped_weight_grad, accumulator, [operands] * count

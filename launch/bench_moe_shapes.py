@@ -8,14 +8,8 @@ from typing import Any
 
 HIDDEN, WIDTH, EXPERTS, PER_TOKEN, TOKENS = 5120, 2304, 48, 6, 8192
 WORKERS = 12
-FORWARD_TILES = ((64, 128, 4, 3, 16), (64, 128, 4, 4, 16), (128, 128, 8, 4, 8), (64, 128, 4, 3, 8))
-WEIGHT_GRAD_TILES = (
-    (64, 128, 4, 4, 16, True),
-    (64, 128, 4, 3, 16, True),
-    (64, 128, 4, 3, 16, True, 168),
-    (64, 128, 4, 3, 36, True, 168),
-    (128, 128, 8, 3, 16, True),
-)
+FORWARD_TILES = ((64, 128, 4, 3, 16), (128, 128, 8, 4, 8))
+WEIGHT_GRAD_TILES = ((64, 128, 4, 3, 16, True, 168), (128, 128, 8, 3, 16, True))
 """Rows, columns, warps, stages, row blocks of a group; whether the accumulator is prefetched; a
 thread's registers at the most."""
 
@@ -45,7 +39,7 @@ def compile_share(worker: int) -> int:
     """Runs this worker's share of the kernels once, so that they lie in the caches on disk."""
     import torch
 
-    from ppruntime.models.kernels import deep_gemm, grouped_gemm, moe_layout
+    from ppruntime.models.kernels import deep_gemm, grouped_gemm, moe_layout, quantize
     from ppruntime.models.kernels.expert_backends import ExpertBackend, unavailable_reason
 
     experts = torch.arange(EXPERTS, device="cuda").view(-1, 1)
@@ -60,11 +54,14 @@ def compile_share(worker: int) -> int:
         for shape in weight_shapes().values():
             run = partial(_run_weight_grad, deep_gemm.grouped_weight_grad, shape, layout)
             tasks += [partial(run, 1), partial(run, 2)]
+    on_hopper = quantize.on_hopper(experts)
+    gluon = [grouped_gemm.HOPPER_TILE] if on_hopper else []
     for shape in gemm_shapes().values():
-        for tile in tiles_of(FORWARD_TILES):
+        for tile in (*gluon, *tiles_of(FORWARD_TILES)):
             tasks += [partial(_run_gemm, partial(multiply, tile=tile), shape, small)]
+    gluon = [grouped_gemm.HOPPER_WEIGHT_GRAD_TILE] if on_hopper else []
     for name, shape in weight_shapes().items():
-        for tile in tiles_of(WEIGHT_GRAD_TILES):
+        for tile in (*gluon, *tiles_of(WEIGHT_GRAD_TILES)):
             run = partial(_run_weight_grad, partial(add, tile=tile), shape, small)
             tiles = (False, True) if name == "wgrad W13" else (True, False)
             tasks += [partial(run, num) for num in (1, 2)]

@@ -82,7 +82,7 @@ def expert_kernels(backend: ExpertBackend) -> ExpertKernels:
     return replace(
         own,
         grouped_gemm=deep_gemm.grouped_gemm,
-        grouped_weight_grad=deep_gemm.grouped_weight_grad,
+        grouped_weight_grad=deep_gemm.expert_weight_grad,
     )
 
 

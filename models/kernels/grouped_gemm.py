@@ -32,6 +32,7 @@ from ppruntime.models.kernels.quantize import (
     dequantize_blocks,
     dequantize_columns,
     dequantize_rows,
+    on_hopper,
 )
 from ppruntime.models.kernels.rounding import INTERPRETED, to_bf16
 
@@ -62,16 +63,34 @@ class Tile:
 
 FORWARD_TILE = Tile()
 """Best on H200 (Triton 3.6) of those in docs/bench/moe-experts.json, as programs that stay."""
-HOPPER_TILE = Tile(128, 256, num_stages=4, group=8, hopper=True)
-"""`columns` are 128 where the width is no multiple of 256."""
 WEIGHT_GRAD_TILE = Tile(num_stages=3, prefetch=True, max_registers=168)
 """Best there too, one program per tile: three on a multiprocessor hide each other's accumulator, at
 the price of a few spilled registers."""
+HOPPER_TILE = Tile(128, 256, num_stages=4, group=8, hopper=True, turns=1)
+HOPPER_WEIGHT_GRAD_TILE = Tile(128, 256, num_stages=3, group=12, hopper=True, adds_in_cache=True)
+"""By Gluon; `columns` are 128 where the width is no multiple of 256, which then is slower than
+Triton's kernels."""
+_HOPPER_GAIN = 1.2
+"""A full multiprocessor's rate by HOPPER_TILE over that by FORWARD_TILE (H200)."""
 
-HOPPER_WEIGHT_GRAD_TILE = Tile(
-    128, 256, num_stages=3, group=12, prefetch=True, hopper=True, adds_in_cache=True
-)
-"""Nobody's default: not measured yet. `columns` are 128 where the width is no multiple of 256."""
+
+def forward_tile(x: Tensor, num_rows: int, outs: int, sms: int) -> Tile:
+    """The faster one for products of so many rows on so many multiprocessors. The bits are those of
+    any other."""
+    return HOPPER_TILE if on_hopper(x) and fills(num_rows, outs, sms) else FORWARD_TILE
+
+
+def fills(num_rows: int, outs: int, sms: int) -> bool:
+    """Whether the large tiles of the Gluon kernel leave so little of the last round idle that it is
+    the faster one."""
+    if outs % HOPPER_TILE.columns:
+        return False
+
+    def share(tile: Tile, per_sm: int) -> float:
+        tiles, at_once = num_rows // tile.rows * (outs // tile.columns), sms * per_sm
+        return tiles / (-(-tiles // at_once) * at_once) if tiles else 0.0
+
+    return _HOPPER_GAIN * share(HOPPER_TILE, 1) > share(FORWARD_TILE, 2)
 
 
 class WeightGradOperands(NamedTuple):
@@ -163,7 +182,7 @@ def grouped_gemm(
     weights: Quantized,
     layout: Layout,
     *,
-    tile: Tile = FORWARD_TILE,
+    tile: Tile | None = None,
     gemm_sms: int | None = None,
 ) -> Tensor:
     """[P, O] bf16. x in row groups with scale [G, P]; weights [E, O, I] in blocks.
@@ -174,8 +193,9 @@ def grouped_gemm(
     num_rows, ins = x.data.shape
     num, outs, _ = weights.data.shape
     y_PO = x.data.new_empty(num_rows, outs, dtype=torch.bfloat16)
-    num_tiles = (num_rows // tile.rows) * (outs // tile.columns)
     sms = gemm_sms or all_sms(x.data)
+    tile = tile or forward_tile(x.data, num_rows, outs, sms)
+    num_tiles = (num_rows // tile.rows) * (outs // tile.columns)
     if num_rows and tile.hopper:
         hopper = importlib.import_module("ppruntime.models.kernels.mega_moe_gemm_hopper")
         hopper.launch(x, weights, layout, y_PO, tile=tile, sms=sms)
@@ -321,7 +341,7 @@ def grouped_weight_grad(
     accumulator_EAC: Tensor,
     micro_batches: Sequence[WeightGradOperands],
     *,
-    tile: Tile = WEIGHT_GRAD_TILE,
+    tile: Tile | None = None,
     gemm_sms: int | None = None,
 ) -> None:
     """Adds the micro-batches' weight gradients to the fp32 accumulator [E, A, C], in order.
@@ -347,6 +367,9 @@ def grouped_weight_grad(
     if turned:
         micro_batches = [WeightGradOperands(b, a, layout) for a, b, layout in micro_batches]
         left_width, right_width = right_width, left_width
+    if tile is None:
+        fits = on_hopper(accumulator_EAC) and right_width % HOPPER_WEIGHT_GRAD_TILE.columns == 0
+        tile = HOPPER_WEIGHT_GRAD_TILE if fits else WEIGHT_GRAD_TILE
     if tile.hopper:
         _launch_hopper(accumulator_EAC, micro_batches, turned, tile, gemm_sms)
         return

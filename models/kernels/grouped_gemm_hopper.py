@@ -2,21 +2,20 @@
 """Gluon kernel of grouped_gemm.py beside this file, for Hopper: the experts' weight gradient.
 
 Triton's kernel moves 24 KB of operands through the second-level cache for a product of 64 x 128 and
-128 rows: 27 GB a micro-batch at V4.1's widths. With the accumulator's 9 GB, its 5.45 ms for one and
-9.6 ms for two (H200) are 6.6 TB/s both, so by that the cache's rate is what holds it. Larger tiles
-need fewer bytes, and a tile of 128 x 256 (14 GB) is the largest whose sums fit into registers. It
-fills a multiprocessor by itself; so three groups of warps work side by side:
+128 rows: 27 GB a micro-batch at V4.1's widths. Larger tiles need fewer bytes, and a tile of
+128 x 256 (14 GB) is the largest whose sums fit into registers. It fills a multiprocessor by itself;
+so three groups of warps work side by side:
 
     copy        one warp: TMA copies of the next steps' operands and scales into a ring of stages
     multiply    two warpgroups: one half of the tile's columns each, 128 x 128, as two products of
                 64 x 128 a step, so that the product on its way takes 64 registers beside 128 sums
 
-While one warpgroup scales and adds a product, or adds its sums to memory, the tensor cores have the
-other's. Sums may be added by the second-level cache (`red`): nothing waits for what was there, but
+While one warpgroup scales and adds a product, the tensor cores have the other's. The second-level
+cache adds the sums to memory (`red`), whole lines at a time: nothing waits for what was there, but
 a sum that is subnormal becomes zero. The copies go on meanwhile, over the ends of tiles.
 
 Gluon has no interpreter: this runs on a GPU only; tests/simulated_gluon.py runs what it computes,
-its warps in any order that the barriers allow. **Not measured yet.**
+its warps in any order that the barriers allow. docs/bench/moe-experts.json has its times.
 """
 
 from __future__ import annotations
@@ -257,18 +256,18 @@ def add_products(
         else:
             of_columns = right_scales.index(stage).slice(FIRST, OWN).load(OF_COLUMNS)
         mbarrier.arrive(free.index(stage), count=1, pred=half == 1)
-        scale = of_rows[:, None] * of_columns[None, :]
         is_last = (half == 1) & (stage == STAGES - 1)
         phase = gl.where(is_last, 1 - phase, phase)
         stage = gl.where(is_last, 0, stage + half)
+        scale = of_rows[:, None] * of_columns[None, :]
         if RIGHT_TILES:
-            # In branches, so that half of the additions are not done.
+            # By branches, so that half of the additions are not done.
             if half == 0:
                 upper = gl.fma(product, scale, upper)
             else:
                 lower = gl.fma(product, scale, lower)
         else:
-            # Predicated: before branches, scales would need registers that are not there.
+            # Predicated: before branches, 64 scales would need registers that are not there.
             upper = gl.where(half == 0, gl.fma(product, scale, upper), upper)
             lower = gl.where(half == 0, lower, gl.fma(product, scale, lower))
         if LEFT_TILES:

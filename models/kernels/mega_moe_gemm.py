@@ -27,9 +27,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ppruntime.models.kernels.grouped_gemm import (
-    FORWARD_TILE,
     Tile,
     all_sms,
+    forward_tile,
     grouped_gemm_reference,
     num_programs,
     tile_place,
@@ -194,11 +194,13 @@ def mega_gemm(
     y_RO = None if homes else x_data.new_empty(rows, outs, dtype=torch.bfloat16)
     if not rows:
         return y_RO
-    tile = tile or (FORWARD_TILE if fp8 else BF16_TILE)
+    sms = gemm_sms or all_sms(x_data)
+    if tile is None:
+        tile = forward_tile(x_data, rows, outs, sms) if fp8 else BF16_TILE
     if tile.hopper:
         assert isinstance(x, Quantized), "in FP8 alone"
         assert isinstance(weights, Quantized), "in FP8 alone"
-        _by_hopper(x, weights, layout, y_RO, tile, ready, homes, gemm_sms, helpers)
+        _by_hopper(x, weights, layout, y_RO, tile, ready, homes, sms, helpers)
         return y_RO
     columns = tile.columns if outs % tile.columns == 0 else GROUP
     step = GROUP if fp8 else _BF16_STEP
@@ -226,7 +228,7 @@ def mega_gemm(
             *arguments, helps, *kind, num_warps=tile.num_warps, num_stages=tile.num_stages
         )
 
-    _launch_both(launch, gemm_sms or all_sms(x_data), helpers)
+    _launch_both(launch, sms, helpers)
     return y_RO
 
 
@@ -248,7 +250,7 @@ def _by_hopper(
     tile: Tile,
     ready: Ready | None,
     homes: Homes | None,
-    gemm_sms: int | None,
+    sms: int,
     helpers: Helpers | None,
 ) -> None:
     hopper = importlib.import_module("ppruntime.models.kernels.mega_moe_gemm_hopper")
@@ -260,7 +262,7 @@ def _by_hopper(
             tile=tile, sms=sms, ready=ready, homes=homes, ticket_1=ticket_1, helps=helps,
         )  # fmt: skip
 
-    _launch_both(launch, gemm_sms or all_sms(x.data), helpers)
+    _launch_both(launch, sms, helpers)
 
 
 def mega_gemm_reference(

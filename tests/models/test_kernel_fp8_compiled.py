@@ -45,6 +45,10 @@ def _compile_all():
     stays: list[Compiled] = []  # programs that fill a multiprocessor
     with captured() as products:
         grouped_gemm.grouped_gemm(pool_rows_like(x, rows, hidden), weights, layout)
+        with captured() as one:
+            rows_in = pool_rows_like(x, rows, hidden)
+            grouped_gemm.grouped_gemm(rows_in, weights, layout, tile=grouped_gemm.HOPPER_TILE)
+        stays += one
         for left, right in ((False, False), (False, True), (True, False)):
             operands = WeightGradOperands(
                 columns_like(x, rows, 2 * width, tile_scales=left),

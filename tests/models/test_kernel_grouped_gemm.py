@@ -1,5 +1,7 @@
 """The FP8 GEMMs and the SwiGLU between them, against fp64 of the same FP8 values."""
 
+from functools import partial
+
 import pytest
 import torch
 from fp8_cases import DEVICE, ON_GPU, distance, needed, random_routing, values
@@ -78,6 +80,30 @@ def test_one_gemm_loses_what_fp8_loses_and_no_more():
     true = torch.einsum("ri,roi->ro", x[token_P].double(), weight[expert_P].double())
     got = grouped_gemm.grouped_gemm(rows, weights, layout)[live]
     assert 0.02 < distance(got, true) < 0.045
+
+
+def test_large_tiles_are_taken_where_they_leave_little_idle():
+    fills = partial(grouped_gemm.fills, sms=132)
+    assert fills(52_224, 4608)
+    assert fills(52_224, 5120)
+    assert fills(52_224, 2304)
+    assert not fills(52_224, 640)  # no multiple of 256
+    assert not fills(128, 4608)  # 18 tiles; as 72 smaller ones twice as many multiprocessors work
+    assert fills(8192, 32_768)
+    assert not fills(8192, 512 * 5 // 2)  # 2.4 rounds; of the smaller ones 4.8
+    assert not fills(0, 512)
+
+
+@pytest.mark.parametrize(("num", "by"), [(1, "own"), (2, "deep_gemm")])
+def test_deep_gemm_leaves_experts_of_one_micro_batch_to_the_own_kernel(num, by, monkeypatch):
+    told = []
+    monkeypatch.setattr(deep_gemm, "on_hopper", lambda _: True)
+    for name, who in (("own_weight_grad", "own"), ("grouped_weight_grad", "deep_gemm")):
+        monkeypatch.setattr(deep_gemm, name, lambda *_, who=who, **__: told.append(who))
+    operand = micro_batch(ROUTINGS["one token"], 128, 256, 0)
+    deep_gemm.expert_weight_grad(torch.zeros(4, 128, 256), [operand] * num)
+    deep_gemm.expert_weight_grad(torch.zeros(4, 128, 384), [operand] * num)
+    assert told == [by, "deep_gemm"]
 
 
 def micro_batch(routing, left, right, seed, *, tile_scales=False):

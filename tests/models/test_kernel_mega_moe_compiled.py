@@ -31,6 +31,7 @@ def _compile_all():
         mega_moe_gemm,
         mega_moe_swiglu,
     )
+    from ppruntime.models.kernels.grouped_gemm import HOPPER_TILE
     from ppruntime.models.kernels.moe_layout import Layout
     from ppruntime.models.kernels.quantize import Quantized, pool_rows_like
 
@@ -70,6 +71,7 @@ def _compile_all():
         mega_moe_swiglu.swiglu_bf16_backward(z, meta(rows, width), weight, ints(rows), 10.0)
     ready = mega_moe_gemm.Ready(ints(rows // 128), peers)
     helpers = mega_moe_gemm.Helpers(ints(1), 20, None)
+    stays = []  # programs that fill a multiprocessor
     with captured() as products:
         for fp8 in (True, False):
             for outs, ins in ((2 * width, hidden), (hidden, width)):
@@ -85,13 +87,25 @@ def _compile_all():
                 if ins == hidden:
                     waits = {"ready": ready, "helpers": helpers}
                 mega_moe_gemm.mega_gemm(x, weights, layout, gemm_sms=112, **waits)
+                if fp8:
+                    with captured() as one:
+                        mega_moe_gemm.mega_gemm(
+                            x, weights, layout, gemm_sms=112, tile=HOPPER_TILE, **waits
+                        )
+                    stays += one
         for waits in ({"ready": ready, "helpers": helpers}, {"homes": homes}):
             mega_moe_gemm.mega_gemm(
                 meta(rows, hidden), meta(here, hidden, width), layout,
                 turned=True, gemm_sms=112, **waits,
             )  # fmt: skip
-    for kernel in (*passes, *products):
+    for kernel in (*passes, *products, *stays):
         print(kernel)
+    assert len(stays) >= 2
+    for kernel in stays:
+        assert kernel.spills == 0, kernel
+        assert kernel.narrow_accesses == 0, kernel
+        assert kernel.wide_accesses >= 32, kernel
+        assert kernel.shared_bytes <= 227 * 1024, kernel
     for kernel in (*passes, *products):
         assert kernel.spills == 0, kernel
         assert kernel.narrow_accesses == 0, kernel
