@@ -26,6 +26,7 @@ micro-batch, V rows that all ranks ask this one for, W row width, P ranks.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
 
 
 def open_to_device(tensor: Tensor) -> Tensor:
-    """The tensor, in host memory that this process's GPU can now read and write where it is.
+    """The tensor, in host memory that this process's GPU can now read and write where it is, until
+    nobody has it any more.
 
     Torch's own pinned memory comes in powers of two, up to twice of what a table needs.
     """
@@ -59,7 +61,15 @@ def open_to_device(tensor: Tensor) -> Tensor:
             f"the host cannot open {tensor.nbytes} bytes of Engram tables to the device (CUDA error"
             f' {failure}); give the process more lockable memory, or use engram.tables = "device"'
         )
+    # Memory that went back to the system open would fail copies of whoever gets its addresses next.
+    weakref.finalize(tensor.untyped_storage(), _close_to_device, tensor.data_ptr()).atexit = False
     return tensor
+
+
+def _close_to_device(address: int) -> None:
+    torch.cuda.synchronize()
+    if torch.cuda.cudart().cudaHostUnregister(address):  # type: ignore[no-untyped-call]
+        _take_up_error()
 
 
 def _take_up_error() -> None:
