@@ -1,3 +1,4 @@
+import gc
 import math
 
 import pytest
@@ -236,6 +237,32 @@ def test_host_memory_that_cuda_refuses_is_a_sentence_and_leaves_no_error_behind(
         engram_rows.open_to_device(table)
     assert asked == [(table.data_ptr(), 48, 0)]
     assert taken_up
+
+
+def test_host_memory_is_closed_to_cuda_again_before_others_can_get_it(monkeypatch):
+    opened, closed = [], []
+
+    class Cudart:
+        def cudaHostRegister(self, address, num_bytes, flags):
+            opened.append((address, num_bytes, flags))
+            return 0
+
+        def cudaHostUnregister(self, address):
+            closed.append(address)
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    parameter = torch.nn.Parameter(engram_rows.open_to_device(torch.zeros(3, 4)))
+    address = parameter.data_ptr()
+    assert opened == [(address, 48, 0)]
+    view = parameter.detach()[1:]
+    del parameter
+    gc.collect()
+    assert not closed  # a view of it still is there
+    del view
+    gc.collect()
+    assert closed == [address]
 
 
 def test_an_engrams_table_gets_its_gradient_through_the_rows():
