@@ -81,9 +81,14 @@ def linear_kernels(backend: LinearBackend) -> ExpertKernels:
     if backend is LinearBackend.SCALED_MM:
         return replace(expert_kernels(ExpertBackend.TRITON), grouped_gemm=_by_scaled_mm)
     product = _by_deep_gemm if backend is LinearBackend.DEEP_GEMM else _by_the_fastest
-    dense = backend in DENSE_BACKENDS
-    own = expert_kernels(ExpertBackend.DEEP_GEMM)
-    return replace(own, grouped_gemm=product, dense_columns=dense)
+    from ppruntime.models.kernels import deep_gemm
+
+    return replace(
+        expert_kernels(ExpertBackend.DEEP_GEMM),
+        grouped_gemm=product,
+        grouped_weight_grad=deep_gemm.grouped_weight_grad,
+        dense_columns=backend in DENSE_BACKENDS,
+    )
 
 
 def unavailable_reason(backend: LinearBackend) -> str | None:
