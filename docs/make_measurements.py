@@ -33,8 +33,8 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
   The first row of that file had a profiler in two of its three steps.
 - nccl is 1.04 x torch's 1F1B: torch posts a receive when it is needed, so nothing waits on
   multiprocessors while products run. `pp.recv_lead=0` does so here, not measured so far.
-- moe-ep2-all.json and moe-ep2-both.json are older than the Gluon products, the fused layer's plan on
-  the device and the faster FP8 passes; moe-ep2.json has all of them, without the phases by
+- moe-ep2-all.json and moe-ep2-both.json are older than the Gluon products, the fused layer's plan
+  on the device and the faster FP8 passes; moe-ep2.json has all of them, without the phases by
   themselves.
 - layers-linears.json is older than columns of dense linears made as deep_gemm takes them;
   layers-halves.json has them.
@@ -42,13 +42,13 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
   run without a record. Its times hold for a GPU that was idle before.
 - compute-sanitizer's racecheck of mHC reports one place, `coefficients_backward_kernel`: threads
   that hold copies of the same sum write it to the same word. It was looked at, not removed.
-- `optim.type = "muon"`, `bench memory` (copies while a matmul runs: 54 GB/s one way, 46 both ways, in
-  a run whose knobs did not fit), `bench kernels`, calibrations, runs with `validate-run`, 10,000
+- `optim.type = "muon"`, `bench memory` (copies while a matmul runs: 54 GB/s one way, 46 both ways,
+  in a run whose knobs did not fit), `bench kernels`, calibrations, runs with `validate-run`, 10,000
   random transfers.
-- GPU tests that failed and were not run again: two of Engram tables on the host in one process (host
-  memory stayed open to CUDA, mended), and one of FP8 linears by the reference, in a run that was cut
-  before it told which: by its place, whether weight gradients that wait have the bits of those that
-  do not.
+- GPU tests that failed and were not run again: two of Engram tables on the host in one process
+  (host memory stayed open to CUDA, mended), and one of FP8 linears by the reference, in a run that
+  was cut before it told which: by its place, whether weight gradients that wait have the bits of
+  those that do not.
 """
 
 
@@ -396,7 +396,7 @@ def moe(record: dict[str, Any]) -> str:
     """Experts: per phase the fastest variant of each backend, balanced routing; or over ranks."""
     if "ranks" in record:
         return _moe_over_ranks(record)
-    backends = ("triton", "deep_gemm", "bf16 torch")
+    backends = ("gluon", "triton", "deep_gemm", "bf16 torch")
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in record["rows"]:
         backend = next((b for b in backends if row["variant"].startswith(b)), None)
@@ -417,7 +417,8 @@ def moe(record: dict[str, Any]) -> str:
     checks = record["checks"]
     note = (
         "One routed layer on one GPU, 49,152 rows over 48 experts, dim 5120, width 2304; the"
-        f" fastest variant of each backend. {sum(c['passed'] for c in checks)} of {len(checks)}"
+        " fastest variant of each kind of kernel; a whole layer of `triton` runs the fastest own"
+        f" ones. {sum(c['passed'] for c in checks)} of {len(checks)}"
         " numeric checks passed."
     )
     return f"## FP8 experts\n\n{note}\n\n{_table(head, rows)}"
