@@ -173,7 +173,7 @@ def test_a_plans_overrides_are_the_run_that_it_planned():
         )
     uses = {stage.experts for stage in plan.stages}
     for name in ExpertUse.__slots__:
-        assert len({getattr(use, name) for use in uses}) == 2, name
+        assert len({getattr(use, name) for use in uses}) > 1, name
 
 
 @pytest.mark.parametrize(
