@@ -17,7 +17,8 @@ from ppruntime.models.kernels.mega_moe_gemm import mega_gemm
 from ppruntime.models.kernels.mega_moe_swiglu import swiglu_bf16
 from ppruntime.models.kernels.quantize import GROUP, Quantized
 from ppruntime.models.kernels.swiglu import swiglu
-from ppruntime.models.mega_moe import Matrices, MegaMoe
+from ppruntime.models.mega_moe import MegaMoe
+from ppruntime.models.mega_moe_passes import Matrices
 from ppruntime.models.router import Routing
 
 

@@ -8,8 +8,9 @@ from itertools import count
 import torch
 from fp8_cases import DEVICE, ON_GPU
 
-from ppruntime.models.mega_moe import MegaMoe, MegaMoeOptions
+from ppruntime.models.mega_moe import MegaMoe
 from ppruntime.models.mega_moe_arena import Arena
+from ppruntime.models.mega_moe_passes import MegaMoeOptions
 from ppruntime.models.mega_moe_rules import ArenaShape
 
 _NUMBERS = count()

@@ -17,8 +17,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ppruntime.config import Config, ConfigError
 from ppruntime.experts.arena_bytes import arena_shape
 from ppruntime.experts.exchange import ProcessExchange
-from ppruntime.models.mega_moe import MegaMoe, MegaMoeOptions
+from ppruntime.models.mega_moe import MegaMoe
 from ppruntime.models.mega_moe_arena import Arena
+from ppruntime.models.mega_moe_passes import MegaMoeOptions
 from ppruntime.models.mega_moe_rules import ArenaShape
 from ppruntime.ranks import Ranks, open_expert_group
 from ppruntime.transports.agree import Fact, agree

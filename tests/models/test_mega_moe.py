@@ -18,7 +18,8 @@ from ppruntime.models.experts import Experts
 from ppruntime.models.fp8_experts import Fp8Experts, Fp8Options, MicroBatch
 from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.models.linear import WeightGradQueue, set_queue
-from ppruntime.models.mega_moe import MegaMoeOptions, bf16_weight_grads
+from ppruntime.models.mega_moe import bf16_weight_grads
+from ppruntime.models.mega_moe_passes import MegaMoeOptions
 from ppruntime.models.mega_moe_rules import ArenaShape, MeetingError, PoolOverflow
 from ppruntime.models.router import Routing
 from ppruntime.models.save_points import SavePoint, point_of

@@ -37,7 +37,8 @@ def open_layer(rank):
     is longer than the time that a rank may need for its kernels."""
     from ppruntime.experts.arena import open_arena
     from ppruntime.experts.exchange import ProcessExchange
-    from ppruntime.models.mega_moe import MegaMoe, MegaMoeOptions
+    from ppruntime.models.mega_moe import MegaMoe
+    from ppruntime.models.mega_moe_passes import MegaMoeOptions
     from ppruntime.models.mega_moe_rules import ArenaShape
 
     torch.cuda.set_device(rank)
