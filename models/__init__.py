@@ -22,8 +22,8 @@ experts     moe, router, experts, expert_rows, expert_products; moe_kernels (the
             weight_copies (made once an update);
             dispatch (the interface: to the experts wherever they are), all_to_all, fp8_wire (rows
             on the way), token_dispatch (over token_buffer and token_experts), mega_moe (fused:
-            over mega_moe_arena, the memory that ranks share, mega_moe_plan, where rows go, and
-            mega_moe_rules, sizes without torch)
+            over mega_moe_passes, forward and backward of a rank, mega_moe_arena, the memory that
+            ranks share, mega_moe_plan, where rows go, and mega_moe_rules, sizes without torch)
 linears     fp8_linear (dense ones and the shared expert, over kernels/), fp8_linear_rules
             (which ones; without torch)
 small       norm, topk (one rule for ties), precision (where bf16 models compute in fp32),

@@ -72,14 +72,14 @@ class MoE(nn.Module):
         x_ND = x_BTD.flatten(0, 1)
         routing: Routing = self.router(x_ND, ids_BT.flatten())
         counts_BE = expert_counts(routing.experts_NK, x_BTD.shape[0], self.dims.num_experts)
-        routed_ND = self._routed(x_ND, routing, counts_BE)
+        routed_ND = self.routed(x_ND, routing, counts_BE)
         # Added in fp32 and rounded once, whatever the dtype in which the two come.
         y_ND = (routed_ND + self.shared(x_ND)).to(x_BTD.dtype)
         return MoEOutput(
             y_ND.view_as(x_BTD), self._balance_loss(routing, counts_BE), counts_BE.sum(0)
         )
 
-    def _routed(self, x_ND: Tensor, routing: Routing, counts_BE: Tensor) -> Tensor:
+    def routed(self, x_ND: Tensor, routing: Routing, counts_BE: Tensor) -> Tensor:
         """Weighted sum of the chosen experts' outputs, fp32 or rounded to the compute dtype."""
         return self.options.dispatcher.routed(self.experts, x_ND, routing, counts_BE.sum(0))
 

@@ -311,6 +311,7 @@ def build_stage(
         fp32_names=[
             frozenset(p.name for p in unit_parameters(dims, spec) if p.fp32) for spec in plan.units
         ],
+        compile_units=config.kernels.compile,
     )
     queue = WeightGradQueue()
     for unit in units:

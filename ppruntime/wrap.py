@@ -1,13 +1,13 @@
 """What is put around a stage's units before it runs, in the one order that works.
 
-Activation checkpointing first, so that FSDP's gathers stay outside the recompute; FSDP second, so
-that its hooks see whole units; compilation last, so that it sees both.
+Activation checkpointing first, so that FSDP's gathers stay outside the recompute; units that are
+not recomputed may be compiled in its place; FSDP last, so that its hooks see whole units.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from ppruntime.kept_results import KeptResults
 from ppruntime.models.carry import Carry, MicroBatch
 from ppruntime.models.engram import Engram
+from ppruntime.models.linear import Deferrable
+from ppruntime.models.moe import MoE
 from ppruntime.models.save_points import SavePoint
 
 
@@ -44,22 +46,50 @@ def wrap_units(
     fp32_names: Sequence[Collection[str]],
     compile_units: bool = False,
 ) -> None:
-    """Wraps units in place: checkpointing -> FSDP -> compile.
+    """Wraps units in place: checkpointing or compilation, then FSDP.
 
     Units whose `recompute` entry is not None keep their inputs and what it names, and compute the
-    rest again in the backward: bitwise. With `sharding`, parameters become fp32 shards that are
-    gathered in the compute dtype once a step; those in a unit's `fp32_names` stay whole and fp32
-    on every rank.
+    rest again in the backward: bitwise. The others are compiled if wanted. With `sharding`,
+    parameters become fp32 shards that are gathered in the compute dtype once a step; those in a
+    unit's `fp32_names` stay whole and fp32 on every rank.
     """
     for unit, kept in zip(units, recompute, strict=True):
         if kept is not None:
             checkpoint_unit(unit, kept)
+        elif compile_units:
+            compile_unit(unit)
     if sharding is not None:
         for unit, names in zip(units, fp32_names, strict=True):
             shard_unit(unit, sharding, names)
-    if compile_units:
-        for unit in units:
-            unit.compile()
+
+
+def compile_unit(unit: nn.Module) -> None:
+    """Compiles what is plain PyTorch in the unit, part by part.
+
+    Between the parts stay what a compiler must not see: layers whose weight gradients may wait for
+    a W, which no graph knows of; experts, whose sizes change from batch to batch; Engram, whose
+    rows come from another stream. A recompute would take other parts than the forward took, so a
+    unit is either recomputed or compiled.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)
+    for module in unit.modules():
+        if isinstance(module, (Deferrable, Engram)):
+            _keep_plain(module, "forward")
+        elif isinstance(module, MoE):
+            _keep_plain(module, "routed")
+    setattr(unit, "forward", torch.compile(unit.forward, dynamic=False))  # noqa: B010
+
+
+def _keep_plain(module: nn.Module, method: str) -> None:
+    """No compiler looks into the module's method."""
+    disable = cast(Callable[[Any], Any], torch.compiler.disable)
+    setattr(module, method, disable(getattr(module, method)))
+
+
+_MOST_VARIANTS = 256
+"""Of one piece of code, which units of a kind share: they differ by layer. Torch's 8 would leave
+most of a deep stage plain."""
 
 
 def checkpoint_unit(unit: nn.Module, kept: frozenset[SavePoint] = frozenset()) -> None:

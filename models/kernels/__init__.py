@@ -12,11 +12,13 @@ FP8 experts         quantize (1 x 128 and 128 x 128 scales; rounding: exact, als
                     moe_layout (rows by expert and back), swiglu, grouped_gemm, deep_gemm (the
                     package behind the same calls), moe_reference (the recipe in torch),
                     expert_backends (which of them computes); used by models/fp8_experts.py.
-                    quantize_hopper and swiglu_hopper in Gluon: the passes that turn rows
+                    In Gluon: quantize_hopper and swiglu_hopper, the passes that turn rows, and
+                    grouped_gemm_hopper, weight gradients
 fused MoE           mega_moe (meetings, flags, rows from and to other ranks' memory),
                     mega_moe_counts (numbers of rows to all ranks, and the plan made of them),
                     mega_moe_gemm (products that wait for rows and send them home), FP8 and bf16,
-                    mega_moe_swiglu (bf16); used by models/mega_moe.py
+                    mega_moe_gemm_hopper (in Gluon, FP8, those of grouped_gemm too),
+                    mega_moe_swiglu (bf16); used by models/mega_moe_passes.py
 around experts      shared_swiglu (in the compute dtype; reference: models/experts.py), wide_linear
                     for routers; models/moe_kernels.py chooses
 FP8 linears         the same kernels with one group, and fp8_linear_cast (a rotated projection's

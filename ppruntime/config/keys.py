@@ -423,6 +423,10 @@ class Kernels(Section, frozen=True):
     tokens' logits at a time, computed again in the backward; least memory, on any device. triton:
     their gradient is made in the forward and kept in bf16; fastest, for bf16 on a GPU. auto: triton
     where it can run, else chunked. Summation order."""
+    compile: bool = False
+    """Compiles what is left of each unit by torch.compile: norms, gates and other plain PyTorch
+    between linears, experts and Engram, which stay as they are. Units that are recomputed stay
+    plain. Changes numerics (rounding)."""
 
 
 class Fault(Section, frozen=True):

@@ -60,7 +60,7 @@ def routed(moe: MoE, x, experts_NK, weights_NK, grad):
     """Outputs and gradients of the routed experts under a given routing."""
     x, weights_NK = x.clone().requires_grad_(), weights_NK.clone().requires_grad_()
     routing = Routing(experts_NK, weights_NK, weights_NK)
-    y = moe._routed(x, routing, expert_counts(experts_NK, 1, moe.dims.num_experts))
+    y = moe.routed(x, routing, expert_counts(experts_NK, 1, moe.dims.num_experts))
     y.backward(grad)
     grads = [w.grad for w in moe.experts.parameters()]
     return [y.detach(), x.grad, weights_NK.grad, *grads]

@@ -82,7 +82,7 @@ def results(dispatcher, case: str, rank: int, *, fp8: Fp8Options | None, late=Fa
     WATCHED[:] = moe.experts.parameters()
     CALLS.clear()
     routing = Routing(experts, weights, weights)
-    y = moe._routed(x, routing, expert_counts(experts, 1, SMALL.num_experts))
+    y = moe.routed(x, routing, expert_counts(experts, 1, SMALL.num_experts))
     y.backward(grad)
     calls = list(CALLS)
     for task in queue.pop():
@@ -252,7 +252,7 @@ def exact() -> list[list[torch.Tensor]]:
         x, experts, weights, grad = tokens_of("uneven", rank, torch.float32)
         x, weights = x.double().requires_grad_(), weights.double().requires_grad_()
         routing = Routing(experts, weights, weights)
-        y = moe._routed(x, routing, expert_counts(experts, 1, SMALL.num_experts))
+        y = moe.routed(x, routing, expert_counts(experts, 1, SMALL.num_experts))
         y.backward(grad.double())
         parts.append([y.detach(), x.grad, weights.grad])
     halves = [w.grad.chunk(2) for w in moe.experts.parameters()]

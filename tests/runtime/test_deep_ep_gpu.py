@@ -113,7 +113,7 @@ def results(dispatcher, fp8, case: str, rank: int):
     x, experts, weights, grad = (t.cuda() for t in tokens_of(case, rank))
     x.requires_grad_(), weights.requires_grad_()
     routing = Routing(experts, weights, weights)
-    y = moe._routed(x, routing, expert_counts(experts, 1, DIMS.num_experts))
+    y = moe.routed(x, routing, expert_counts(experts, 1, DIMS.num_experts))
     y.backward(grad)
     return [y.detach(), x.grad, weights.grad, *(w.grad for w in moe.experts.parameters())]
 

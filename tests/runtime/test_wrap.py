@@ -1,4 +1,4 @@
-"""Checkpointing, FSDP and compilation around a unit: in that order, with the same bits."""
+"""Checkpointing and FSDP around a unit: in that order, with the same bits."""
 
 from __future__ import annotations
 

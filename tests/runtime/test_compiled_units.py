@@ -1,0 +1,83 @@
+"""`kernels.compile`: torch.compile of what is plain PyTorch in a unit."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import train
+from toy_units import Half
+
+from ppruntime.metrics import read_metrics
+from ppruntime.models.linear import WeightGradQueue
+from ppruntime.wrap import wrap_units
+
+# Torch's compiler looks at everything, also at what warns when it is looked at.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def steps(run_dir: Path, *overrides: str):
+    """Losses and norms of a run of one process."""
+    code, out, err = train(0, str(run_dir), ("pp.size=1", "train.steps=2", *overrides))
+    assert code == 0, out + err
+    return [(step.loss, step.grad_norm) for step in read_metrics(run_dir / "metrics.jsonl")]
+
+
+@pytest.fixture
+def compiled_parts(monkeypatch):
+    """The parts that were compiled, by a compiler that changes no operation."""
+    parts = []
+
+    def kept(graph, inputs):
+        parts.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=kept))
+    torch._dynamo.reset()
+    yield parts
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("pp.schedule=zb_v",), ("model.name=tiny-v4", "ac.mode=full_moe")],
+    ids=["weight gradients that wait", "V4, some of it recomputed"],
+)
+def test_units_in_compiled_parts_have_the_bits_of_plain_ones(
+    overrides, tmp_path, compiled_parts, monkeypatch
+):
+    waited, add = [], WeightGradQueue.add
+    monkeypatch.setattr(
+        WeightGradQueue, "add", lambda queue, task: (waited.append(task), add(queue, task))
+    )
+    plain = steps(tmp_path / "plain", *overrides)
+    assert not compiled_parts
+    num_plain = len(waited)
+    assert steps(tmp_path / "compiled", "kernels.compile=true", *overrides) == plain
+    assert len(compiled_parts) > 5
+    assert len(waited) == 2 * num_plain  # as many weight gradients waited for their W
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler wants g++ on a CPU")
+def test_a_compiled_run_is_one_whose_roundings_differ(tmp_path):
+    plain = steps(tmp_path / "plain")
+    compiled = steps(tmp_path / "compiled", "kernels.compile=true")
+    for found, expected in zip(compiled, plain, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_units_that_are_recomputed_stay_plain(compiled_parts):
+    recomputed, compiled = Half(0), Half(1)
+    wrap_units(
+        [recomputed, compiled],
+        recompute=[frozenset(), None],
+        sharding=None,
+        fp32_names=[(), ()],
+        compile_units=True,
+    )
+    assert not hasattr(recomputed.forward, "_torchdynamo_orig_callable")
+    assert hasattr(compiled.forward, "_torchdynamo_orig_callable")
