@@ -33,3 +33,13 @@ def needed(columns, layout):
     """Columns or tiles without the blocks that no expert needs: those are not written."""
     blocks = int(layout.start_E1[-1]) // 128
     return type(columns)(columns.data[:blocks], columns.scale[:blocks])
+
+
+def routings(num_experts):
+    """For the Gluon kernels' tests: `num_experts` at least 4."""
+    return {
+        "idle experts": random_routing(60, 2, num_experts, experts=[0, 1, 3]),
+        "all to one expert": torch.full((700, 1), 1, device=DEVICE),
+        "one token": random_routing(1, 2, num_experts),
+        "ragged": random_routing(400, 2, num_experts, unrouted=0.3),
+    }

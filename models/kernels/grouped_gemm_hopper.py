@@ -323,6 +323,19 @@ def _multiply(
                 _add(place + 64 * ROW_STRIDE + offsets, lower, OUT, IN_CACHE)
 
 
+@gluon.jit
+def ring(STAGES: gl.constexpr):
+    """Of each stage the barriers `ready`, with what one warp copies, and `free`, which both
+    warpgroups give."""
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
+    fence_async_shared()
+    return ready, free
+
+
 @gluon.jit(do_not_specialize=["num_tiles"])
 def weight_grad_kernel(
     acc_ptr, num_tiles,
@@ -351,12 +364,7 @@ def weight_grad_kernel(
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], SCALE_LAYOUT),
         gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], SCALE_LAYOUT),
     )
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=2)
-    fence_async_shared()
+    ready, free = ring(STAGES)
     gl.warp_specialize(
         [
             (_multiply, (

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING
 import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
 from torch import Tensor
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ppruntime.models.kernels.grouped_gemm import Tile
 from ppruntime.models.kernels.grouped_gemm_hopper import (
     add_products,
     descriptor,
     give_turn,
+    ring,
     whole_lines,
 )
 from ppruntime.models.kernels.mega_moe import LATE_PART, PARTS
@@ -277,12 +278,7 @@ def gemm_kernel(
         x_scales,
         x_scales,
     )
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=2)
-    fence_async_shared()
+    ready, free = ring(STAGES)
     gl.warp_specialize(
         [
             (_multiply, (

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fp8_cases import ON_GPU, random_routing
+from fp8_cases import ON_GPU, routings
 from simulated_gluon import Pointer, simulated
 
 from ppruntime.models.kernels import (
@@ -19,12 +19,7 @@ from ppruntime.models.kernels.quantize import Quantized
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="a GPU runs the kernel itself")
 EXPERTS, PAIRS = 4, 200
-ROUTINGS = {
-    "idle experts": random_routing(60, 2, EXPERTS, experts=[0, 1, 3]),
-    "all to one expert": torch.full((700, 1), 1),
-    "one token": random_routing(1, 2, EXPERTS),
-    "ragged": random_routing(400, 2, EXPERTS, unrouted=0.3),
-}
+ROUTINGS = routings(EXPERTS)
 CASES = pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS.keys())
 ARENAS = torch.zeros(2, PAIRS * 512, dtype=torch.bfloat16)
 """Of two ranks: where rows are sent."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import simulated_gluon
 import torch
-from fp8_cases import ON_GPU, distance, random_routing
+from fp8_cases import ON_GPU, distance, routings
 from simulated_gluon import simulated
 
 from ppruntime.models.kernels import grouped_gemm, grouped_gemm_hopper, moe_layout
@@ -14,12 +14,7 @@ from ppruntime.models.kernels.quantize import Quantized, quantize_columns_refere
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="a GPU runs the kernel itself")
 EXPERTS = 4
-ROUTINGS = {
-    "idle experts": random_routing(60, 2, EXPERTS, experts=[0, 1, 3]),
-    "all to one expert": torch.full((700, 1), 1),
-    "one token": random_routing(1, 2, EXPERTS),
-    "ragged": random_routing(400, 2, EXPERTS, unrouted=0.3),
-}
+ROUTINGS = routings(EXPERTS)
 CASES = pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS.keys())
 SCALES = pytest.mark.parametrize(
     "tiles", [(False, False), (False, True), (True, False), (True, True)], ids=str
