@@ -36,6 +36,8 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
 - moe-ep2-all.json and moe-ep2-both.json are older than the Gluon products, the fused layer's plan
   on the device and the faster FP8 passes; moe-ep2.json has all of them, without the phases by
   themselves.
+- Rows of deep_gemm with two and more micro-batches in moe-experts.json and moe-ep2.json have both
+  weight gradients by the package; since then the own kernel adds W13's, faster by the same record.
 - layers-linears.json is older than columns of dense linears made as deep_gemm takes them;
   layers-halves.json has them.
 - The head's products run at what power leaves: 810 TFLOP/s for one alone, 715 without a pause, in a
