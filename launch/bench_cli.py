@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
+
+from ppruntime.launch.records import become
 
 app = App(
     name="bench",
@@ -159,5 +159,5 @@ def kernels(
 
 
 def _module(name: str, arguments: tuple[str, ...]) -> int:
-    """In a process of its own, since these benches start themselves again, once a rank."""
-    return subprocess.call([sys.executable, "-m", f"ppruntime.launch.{name}", *arguments])
+    """As a module of its own, since these benches start themselves again, once a rank."""
+    become(["-m", f"ppruntime.launch.{name}", *arguments])

@@ -14,13 +14,11 @@ short leaves what it has.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from torch import Tensor, nn
 
 from ppruntime.launch.command_line import command_line
 from ppruntime.launch.gpu_clock import Clock
+from ppruntime.launch.records import write_record
 from ppruntime.models.attention_kernels import REFERENCE, AttentionKernels, set_kernels
 from ppruntime.models.carry import DIFFERENTIABLE, Carry, MicroBatch
 from ppruntime.models.dims import (
@@ -504,9 +503,7 @@ class Bench:
             "lines": [line.record() for line in self.lines],
             "profiles": self.profiles,
         }
-        out: Path = self.options.out
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(self.options.out, record)
 
 
 _NAMES = {

@@ -8,7 +8,6 @@ difference is held against.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ import torch
 
 from ppruntime.config.help import kernels_left_to_auto
 from ppruntime.launch.bench_training import trained
+from ppruntime.launch.records import write_record
 
 CONFIG = Path(__file__).resolve().parent / "configs" / "v41-proxy-8.toml"
 FOUR_LAYERS = (
@@ -118,5 +118,4 @@ def _write(out: Path, command: str, config: Sequence[str], found: Sequence[Learn
         "window": WINDOW,
         "runs": [asdict(row) | {"apart": apart(row, found[0])} for row in found],
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(out, record)

@@ -14,7 +14,6 @@ runs.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from ppruntime.launch.command_line import command_line
 from ppruntime.launch.gpu_clock import Clock
+from ppruntime.launch.records import end_in_order, write_record
 from ppruntime.models.carry import IGNORED_LABEL
 from ppruntime.models.dims import ModelDims, changed, preset
 from ppruntime.models.engram import look_up
@@ -183,8 +183,7 @@ def run(
         "rates": rates,
         "rows": [asdict(row) for row in rows],
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(out, record)
     print(f"results in {out}")
     return int(any(row.failure for row in rows))
 
@@ -461,4 +460,5 @@ def _copy_rate(device: torch.device) -> float:
 
 
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main())

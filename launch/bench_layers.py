@@ -19,7 +19,6 @@ limit cuts the run short.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -37,6 +36,7 @@ from torch import Tensor
 from ppruntime.launch import bench_halves, bench_layer_parts, bench_linears, bench_moe_half
 from ppruntime.launch.command_line import command_line
 from ppruntime.launch.gpu_clock import Clock
+from ppruntime.launch.records import end_in_order, write_record
 
 HEADS, WIDTH, WINDOW, PAIRS = 64, 512, 128, 32
 FLOPS_PER_SLOT = 4 * HEADS * WIDTH
@@ -132,8 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         bench.run()
     finally:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(bench.record(), indent=1) + "\n")
+        write_record(options.out, bench.record())
         print(f"results in {options.out}")
     measured = {(row.part, row.slots) for row in bench.rows if row.milliseconds}
     return int(
@@ -405,4 +404,5 @@ def _matmul_teraflops() -> float:
 
 
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main())

@@ -12,7 +12,6 @@ cut short.
 from __future__ import annotations
 
 import copy
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from ppruntime.launch.command_line import command_line
 from ppruntime.launch.gpu_clock import Clock
+from ppruntime.launch.records import write_record
 from ppruntime.models.dims import ModelDims, preset
 
 LIMIT_SECONDS = 240.0
@@ -288,7 +288,6 @@ def run(out: Path, num_tokens: int, num_repetitions: int) -> int:
     try:
         bench.run()
     finally:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(bench.record(), indent=1) + "\n")
+        write_record(out, bench.record())
         print(f"results in {out}")
     return int(not bench.is_complete)

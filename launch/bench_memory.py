@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import socket
 import statistics
@@ -32,6 +31,7 @@ from ppruntime.config.help import kernels_left_to_auto
 from ppruntime.data.batches import open_data
 from ppruntime.host_memory import HostPool, Lane, pieces
 from ppruntime.launch.command_line import command_line
+from ppruntime.launch.records import end_in_order, write_record
 from ppruntime.plan_report import report
 from ppruntime.ranks import Layout, Ranks, join, leave
 from ppruntime.trainer import Trainer
@@ -247,8 +247,7 @@ def _write(out: Path, rows: Sequence[Row], copies: Mapping[str, float]) -> None:
         "copies": copies,
         "rows": [asdict(row) | {"median_seconds": row.median} for row in rows],
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(out, record)
 
 
 def _configs() -> Path:
@@ -256,4 +255,5 @@ def _configs() -> Path:
 
 
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main())

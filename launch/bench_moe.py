@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from ppruntime.launch.bench_moe_shapes import WORKERS, compile_share
+from ppruntime.launch.records import become, end_in_order
 
 
 def main() -> int:
@@ -52,8 +53,8 @@ def main() -> int:
 
 
 def _over_ranks(arguments: argparse.Namespace, more: list[str]) -> int:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
+    torchrun = ["-m", "torch.distributed.run", "--standalone"]
+    become(
         [
             *torchrun,
             f"--nproc-per-node={arguments.ranks}",
@@ -61,11 +62,11 @@ def _over_ranks(arguments: argparse.Namespace, more: list[str]) -> int:
             *("--out", str(arguments.out)),
             *("--repetitions", str(arguments.repetitions)),
             *more,
-        ],
-        check=False,
-    ).returncode
+        ]
+    )
 
 
 if __name__ == "__main__":
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    end_in_order()
     sys.exit(main())

@@ -28,6 +28,7 @@ from ppruntime.experts.options import choose_experts, moe_options
 from ppruntime.gemm_budget import limit_gemms
 from ppruntime.launch.bench_moe_record import Recorder, Row, distance
 from ppruntime.launch.gpu_clock import Clock
+from ppruntime.launch.records import end_in_order
 from ppruntime.models.all_to_all import AllToAll
 from ppruntime.models.dispatch import AnyExperts, Dispatcher
 from ppruntime.models.expert_rows import expert_layout
@@ -377,4 +378,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ppruntime.launch.command_line import command_line
+from ppruntime.launch.records import write_record
 
 
 @dataclass(slots=True)
@@ -109,8 +109,7 @@ class Recorder:
             "checks": self.checks,
             "rows": [row.record() for row in self.rows],
         }
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(out, record)
         for note in self.notes:
             print(note)
         failed = self.failed_checks or "none"

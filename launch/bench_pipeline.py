@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import json
 import os
 import re
 import statistics
@@ -44,6 +43,7 @@ from ppruntime.experts.options import choose_experts
 from ppruntime.gemm_budget import with_gemm_budget
 from ppruntime.launch.command_line import command_line
 from ppruntime.launch.pipeline_bars import bars, figures, line
+from ppruntime.launch.records import write_record
 from ppruntime.launch.run_digests import gradient_digest, loss_digest
 from ppruntime.launch.run_files import files_and_overrides
 from ppruntime.launch.stand_ins import (
@@ -421,11 +421,7 @@ class _Bench:
             "bars": [asdict(bar) for bar in found],
             "cases": self.records,
         }
-        path: Path = self.args.out
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{path.name}.new")
-        new.write_text(json.dumps(record, indent=1) + "\n")
-        new.rename(path)
+        write_record(self.args.out, record)
         if complete:
             print("\n".join(map(str, [*found, *self.notes])), flush=True)
 

@@ -6,7 +6,6 @@ Says nothing of full-size models.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -16,6 +15,7 @@ from statistics import fmean
 import torch
 
 from ppruntime.launch.bench_training import trained
+from ppruntime.launch.records import write_record
 from ppruntime.metrics import StepMetrics
 from ppruntime.models.dims import changed, counts, preset
 
@@ -82,8 +82,7 @@ def run(*, seeds: Sequence[int], steps: int, out: Path) -> int:
         "config": ["launch/configs/tiny.toml", *_OVERRIDES, f"train.steps={steps}"],
         "runs": [asdict(row) for row in found],
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(out, record)
     print(f"results in {out}")
     return 0
 

@@ -7,7 +7,6 @@ Three parts: `rig` runs every order in real processes and compares the step with
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
@@ -19,6 +18,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from ppruntime.launch.records import write_record
 from ppruntime.launch.schedule_results import Case, RigResult, TorchResult
 from ppruntime.schedules import NAMES, make
 from ppruntime.schedules.costs import Costs
@@ -140,8 +140,7 @@ def run(options: Options) -> int:
             "executor": None if cost is None else asdict(cost),
             "bars": [asdict(bar) | {"met": bar.met} for bar in bars],
         }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(options.out, record)
     return int(not all(bar.met for bar in bars))
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from ppruntime.launch.command_line import command_line
 from ppruntime.launch.products import Product, bf16_matmul, fp8_grouped
+from ppruntime.launch.records import end_in_order, write_record
 from ppruntime.launch.transport_record import RAW, SIZES_BYTES, Row, bars, library_versions
 
 FEW_CTAS = 4
@@ -431,10 +432,11 @@ class _Worker:
                 for row in rows
             ],
         }
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(path, record)
         if complete:
             self.out.with_suffix(".rank1.json").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main())
