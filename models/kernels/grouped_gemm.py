@@ -48,17 +48,12 @@ class Tile:
     group: int = 16
     """Row blocks that share their columns' operand in the second-level cache."""
     prefetch: bool = False
-    """Weight gradient only: the accumulator's tile comes into the cache during the products."""
+    """Triton's weight gradient only: the accumulator's tile comes into the cache during the products."""
     max_registers: int | None = None
     """A thread's at the most; fewer than it would take leave room for more programs."""
     hopper: bool = False
     """By the Gluon kernels of grouped_gemm_hopper.py and mega_moe_gemm_hopper.py, in tiles of 128
     rows; their programs stay."""
-    turns: int = 0
-    """Those kernels: their warpgroups multiply by turns; 0: as it happens, 1: the other's turn once
-    a product is on its way, 2: once it is there."""
-    adds_in_cache: bool = False
-    """That kernel: the second-level cache adds; no program reads the accumulator."""
 
 
 FORWARD_TILE = Tile()
@@ -66,8 +61,8 @@ FORWARD_TILE = Tile()
 WEIGHT_GRAD_TILE = Tile(num_stages=3, prefetch=True, max_registers=168)
 """Best there too, one program per tile: three on a multiprocessor hide each other's accumulator, at
 the price of a few spilled registers."""
-HOPPER_TILE = Tile(128, 256, num_stages=4, group=8, hopper=True, turns=1)
-HOPPER_WEIGHT_GRAD_TILE = Tile(128, 256, num_stages=3, group=12, hopper=True, adds_in_cache=True)
+HOPPER_TILE = Tile(128, 256, num_stages=4, group=8, hopper=True)
+HOPPER_WEIGHT_GRAD_TILE = Tile(128, 256, num_stages=3, group=12, hopper=True)
 """By Gluon; `columns` are 128 where the width is no multiple of 256, which then is slower than
 Triton's kernels."""
 _HOPPER_GAIN = 1.2
@@ -426,7 +421,6 @@ def _launch_hopper(
     hopper.weight_grad_kernel[(min(num_tiles, sms),)](
         accumulator_EAC, num_tiles, *operands,
         left_width, right_width, tile.rows, columns, group, left_tiles, right_tiles,
-        len(micro_batches), turned, tile.prefetch, tile.adds_in_cache, tile.num_stages,
-        tile.turns,
+        len(micro_batches), turned, tile.num_stages,
         num_warps=tile.num_warps,
     )  # fmt: skip

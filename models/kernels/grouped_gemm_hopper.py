@@ -72,44 +72,12 @@ def _accumulator(
     return place
 
 
-@gluon.constexpr_function
-def _prefetch_code(num_bytes):
-    return f"cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; mov.u32 $0, 0;"
-
-
-@gluon.jit
-def _prefetch(pointers, BYTES: gl.constexpr):
-    """Fetches so many bytes from each pointer on into the second-level cache."""
-    gl.inline_asm_elementwise(
-        _prefetch_code(BYTES),
-        "=r,l",
-        [pointers.to(gl.int64)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _prefetch_tile(
-    acc_ptr, expert, row, column, A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr, TURNED: gl.constexpr,
-):  # fmt: skip
-    """By one warp, the accumulator's part under a tile, line by line."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    place = _accumulator(acc_ptr, expert, row, column, A, C, TURNED)
-    if TURNED:
-        _prefetch(place + gl.arange(0, COLUMNS, layout=LANES) * A, ROWS * 4)
-    else:
-        _prefetch(place + gl.arange(0, ROWS, layout=LANES) * C, COLUMNS * 4)
-
-
 @gluon.jit
 def _copy(
-    acc_ptr, operands, starts, shared, ready, free, num_tiles,
+    operands, starts, shared, ready, free, num_tiles,
     A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     GROUP: gl.constexpr, LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, NUM: gl.constexpr,
-    TURNED: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: fills stage after stage, each when both warpgroups have done with what it held."""
     left_shared, right_shared, left_scales, right_scales = shared
@@ -118,7 +86,6 @@ def _copy(
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         expert, row, column = _place(tile, A, C, ROWS, COLUMNS, GROUP)
-        is_first = True
         for i in gl.static_range(NUM):
             left, right = operands[4 * i], operands[4 * i + 1]
             left_scale, right_scale = operands[4 * i + 2], operands[4 * i + 3]
@@ -149,12 +116,6 @@ def _copy(
                         right_scale, [c], full, right_scales.index(stage)
                     )
                 step += 1
-            if PREFETCH:
-                # The sums come as many steps later as there are stages. What the second
-                # micro-batch adds to is in the cache already.
-                if is_first & (first_block < stop_block):
-                    _prefetch_tile(acc_ptr, expert, row, column, A, C, ROWS, COLUMNS, TURNED)
-                is_first = is_first & (first_block >= stop_block)
 
 
 @gluon.constexpr_function
@@ -163,16 +124,6 @@ def whole_lines(columns, each):
     all columns at once, a thread `each` of them."""
     lanes = columns // each
     return gl.BlockedLayout([lanes // 2, each], [32 // lanes, lanes], [4, 1], [1, 0])
-
-
-@gluon.jit
-def _add(place, x, OUT: gl.constexpr, IN_CACHE: gl.constexpr):
-    """Nobody else adds there, and a thread's accesses to one place keep their order."""
-    x = gl.convert_layout(x, OUT)
-    if IN_CACHE:
-        gl.atomic_add(place, x, sem="relaxed")
-    else:
-        gl.store(place, gl.load(place) + x)
 
 
 @gluon.constexpr_function
@@ -227,7 +178,7 @@ def add_products(
     for half_block in range(0, 2 * num_blocks):
         half = half_block % 2
         mbarrier.wait(ready.index(stage), phase)
-        if TURNS > 0:
+        if TURNS:
             _take_turn(WARPGROUP)
         product = warpgroup_mma(
             left_shared.index(2 * stage + half),
@@ -236,7 +187,7 @@ def add_products(
             use_acc=False,
             is_async=True,
         )
-        if TURNS == 1:
+        if TURNS:
             give_turn(1 - WARPGROUP)
         ahead = gl.minimum((half_block + 1) // 2, num_blocks - 1)
         if LEFT_TILES:
@@ -248,8 +199,6 @@ def add_products(
         else:
             of_rows = left_scales.index(2 * stage + half).load(OF_ROWS)
         product = warpgroup_mma_wait(0, deps=(product,))
-        if TURNS == 2:
-            give_turn(1 - WARPGROUP)
         # Read afterwards: there are no registers left to hold so many during the product.
         if RIGHT_TILES:
             of_columns = gl.full([OWN], of_right, gl.float32, layout=OF_COLUMNS)
@@ -282,7 +231,7 @@ def _multiply(
     acc_ptr, operands, starts, shared, ready, free, num_tiles, WARPGROUP: gl.constexpr,
     A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     GROUP: gl.constexpr, LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, NUM: gl.constexpr,
-    TURNED: gl.constexpr, IN_CACHE: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    TURNED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile's columns."""
     OWN: gl.constexpr = COLUMNS // 2
@@ -296,8 +245,6 @@ def _multiply(
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     columns = FIRST + gl.arange(0, OWN, layout=gl.SliceLayout(0, OUT))
     offsets = rows[:, None] * ROW_STRIDE + columns[None, :] * COLUMN_STRIDE
-    if (TURNS > 0) & (WARPGROUP == 1):
-        give_turn(0)  # it begins
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         expert, row, column = _place(tile, A, C, ROWS, COLUMNS, GROUP)
@@ -315,12 +262,14 @@ def _multiply(
             lower = gl.zeros([64, OWN], gl.float32, layout=MMA)
             upper, lower, step = add_products(
                 upper, lower, step, num_blocks, shared, ready, free, left_scale, right_scale,
-                A // 128, C // 128, WARPGROUP, MMA, LEFT_TILES, RIGHT_TILES, STAGES, TURNS,
+                A // 128, C // 128, WARPGROUP, MMA, LEFT_TILES, RIGHT_TILES, STAGES, False,
             )  # fmt: skip
             if num_blocks > 0:
                 place = _accumulator(acc_ptr, expert, row, column, A, C, TURNED)
-                _add(place + offsets, upper, OUT, IN_CACHE)
-                _add(place + 64 * ROW_STRIDE + offsets, lower, OUT, IN_CACHE)
+                # Nobody else adds there, and a thread's additions to one place keep their order.
+                gl.atomic_add(place + offsets, gl.convert_layout(upper, OUT), sem="relaxed")
+                place += 64 * ROW_STRIDE
+                gl.atomic_add(place + offsets, gl.convert_layout(lower, OUT), sem="relaxed")
 
 
 @gluon.jit
@@ -345,8 +294,7 @@ def weight_grad_kernel(
     left3, right3, left_scale3, right_scale3, start3,
     A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     GROUP: gl.constexpr, LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, NUM: gl.constexpr,
-    TURNED: gl.constexpr, PREFETCH: gl.constexpr, IN_CACHE: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
+    TURNED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`grouped_gemm._grouped_weight_grad`; any number of programs share the tiles.
 
@@ -369,15 +317,15 @@ def weight_grad_kernel(
         [
             (_multiply, (
                 acc_ptr, operands, starts, shared, ready, free, num_tiles, 0, A, C, ROWS,
-                COLUMNS, GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, IN_CACHE, STAGES, TURNS,
+                COLUMNS, GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, STAGES,
             )),
             (_multiply, (
                 acc_ptr, operands, starts, shared, ready, free, num_tiles, 1, A, C, ROWS,
-                COLUMNS, GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, IN_CACHE, STAGES, TURNS,
+                COLUMNS, GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, STAGES,
             )),
             (_copy, (
-                acc_ptr, operands, starts, shared, ready, free, num_tiles, A, C, ROWS, COLUMNS,
-                GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, PREFETCH, STAGES,
+                operands, starts, shared, ready, free, num_tiles, A, C, ROWS, COLUMNS, GROUP,
+                LEFT_TILES, RIGHT_TILES, NUM, STAGES,
             )),
         ],
         [4, 1],

@@ -217,14 +217,13 @@ def _multiply(
     y_ptr, w_scale_ptr, expert_ptr, home_ptr, bases_ptr, offset, most_pairs, places, shared, ready,
     free, WARPGROUP: gl.constexpr, OUTS: gl.constexpr, INS: gl.constexpr,
     COLUMNS: gl.constexpr, PUSH: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
-    TURNS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile's columns."""
     row_block_of, column_block_of = places
     OWN: gl.constexpr = COLUMNS // 2
     FIRST: gl.constexpr = WARPGROUP * OWN
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 32])
-    if (TURNS > 0) & (WARPGROUP == 1):
+    if WARPGROUP == 1:
         give_turn(0)  # it begins
     step = 0
     turn = 0
@@ -242,7 +241,7 @@ def _multiply(
             lower = gl.zeros([64, OWN], gl.float32, layout=MMA)
             upper, lower, step = add_products(
                 upper, lower, step, INS // 128, shared, ready, free, w_scale, w_scale, 1, 1,
-                WARPGROUP, MMA, False, True, STAGES, TURNS,
+                WARPGROUP, MMA, False, True, STAGES, True,
             )  # fmt: skip
             _store_rows(
                 y_ptr, home_ptr, bases_ptr, offset, most_pairs, upper, row, column, OUTS, PUSH
@@ -258,7 +257,7 @@ def gemm_kernel(
     flag_ptr, ticket_ptr, error_ptr, limit, late, home_ptr, bases_ptr, offset, most_pairs, helps,
     OUTS: gl.constexpr, INS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
     PARTS: gl.constexpr, WAIT: gl.constexpr, PUSH: gl.constexpr, DRAWS: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """`mega_moe_gemm.mega_gemm` in FP8; any number of programs share the tiles.
 
@@ -283,11 +282,11 @@ def gemm_kernel(
         [
             (_multiply, (
                 y_ptr, w_scale_ptr, expert_ptr, home_ptr, bases_ptr, offset, most_pairs, places,
-                shared, ready, free, 0, OUTS, INS, COLUMNS, PUSH, STAGES, SLOTS, TURNS,
+                shared, ready, free, 0, OUTS, INS, COLUMNS, PUSH, STAGES, SLOTS,
             )),
             (_multiply, (
                 y_ptr, w_scale_ptr, expert_ptr, home_ptr, bases_ptr, offset, most_pairs, places,
-                shared, ready, free, 1, OUTS, INS, COLUMNS, PUSH, STAGES, SLOTS, TURNS,
+                shared, ready, free, 1, OUTS, INS, COLUMNS, PUSH, STAGES, SLOTS,
             )),
             (_give, (
                 x_desc, w_desc, x_scale_desc, expert_ptr, start_ptr, L, R, flag_ptr, ticket_ptr,
@@ -332,6 +331,6 @@ def launch(
         homes.home_R if homes else None, homes.peers.bases_P if homes else None,
         homes.offset if homes else 0, homes.most_pairs if homes else 1, helps,
         outs, ins, columns, tile.group, PARTS,
-        ready is not None, homes is not None, ticket_1 is not None, tile.num_stages, tile.turns,
+        ready is not None, homes is not None, ticket_1 is not None, tile.num_stages,
         num_warps=tile.num_warps,
     )  # fmt: skip

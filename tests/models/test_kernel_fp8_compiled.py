@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,13 +56,11 @@ def _compile_all():
             )
             accumulator = meta(experts, 2 * width, hidden, dtype=torch.float32)
             grouped_gemm.grouped_weight_grad(accumulator, [operands, operands])
-            hopper = grouped_gemm.HOPPER_WEIGHT_GRAD_TILE
-            for in_cache in (True, False):
-                tile = replace(hopper, adds_in_cache=in_cache)
-                for count in (1, 2, grouped_gemm.MOST_MICRO_BATCHES):
-                    with captured() as one:
-                        grouped_gemm.grouped_weight_grad(accumulator, [operands] * count, tile=tile)
-                    stays += one
+            tile = grouped_gemm.HOPPER_WEIGHT_GRAD_TILE
+            for count in (1, 2, grouped_gemm.MOST_MICRO_BATCHES):
+                with captured() as one:
+                    grouped_gemm.grouped_weight_grad(accumulator, [operands] * count, tile=tile)
+                stays += one
     with captured() as passes:
         x8 = quantize.quantize_rows(x, power_of_two=True)
         moe_layout.gather_rows(x8.data, layout, x8.scale)
@@ -87,8 +84,7 @@ def _compile_all():
             )  # fmt: skip
     for kernel in stays:
         print(kernel)
-        # Where it loads the accumulator itself, one address moves away over the products.
-        assert kernel.spills <= 6, kernel
+        assert kernel.spills == 0, kernel
         assert kernel.matrix_instructions > 0, kernel
         assert kernel.registers <= 168, kernel  # of 384 threads, before they share them out anew
         assert kernel.shared_bytes <= 227 * 1024, kernel

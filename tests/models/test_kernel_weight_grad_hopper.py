@@ -21,14 +21,9 @@ SCALES = pytest.mark.parametrize(
 )
 
 
-def _prefetch(pointers, num_bytes):
-    last = pointers + (num_bytes // 4 - 1)
-    last.places(None)  # says where one lies outside
-
-
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch):
-    kernel = simulated(grouped_gemm_hopper.weight_grad_kernel, _prefetch=_prefetch)
+    kernel = simulated(grouped_gemm_hopper.weight_grad_kernel)
     monkeypatch.setattr(grouped_gemm_hopper, "weight_grad_kernel", kernel)
 
 
@@ -105,7 +100,7 @@ def test_no_variant_changes_a_bit(tiles):
     start = torch.randn(EXPERTS, 256, 256)
     usual = added(start, batches)
     variants = [{"num_stages": stages} for stages in (1, 2, 3, 9)]
-    variants += [{"adds_in_cache": False}, {"prefetch": False}, {"columns": 128}, {"group": 1}]
+    variants += [{"columns": 128}, {"group": 1}]
     for variant in variants:
         tile = replace(HOPPER_WEIGHT_GRAD_TILE, **variant)
         assert torch.equal(added(start, batches, tile=tile), usual), variant
