@@ -48,7 +48,7 @@ class Tile:
     group: int = 16
     """Row blocks that share their columns' operand in the second-level cache."""
     prefetch: bool = False
-    """Triton's weight gradient only: the accumulator's tile comes into the cache during the products."""
+    """Triton's weight gradient only: the accumulator's tile comes into the cache meanwhile."""
     max_registers: int | None = None
     """A thread's at the most; fewer than it would take leave room for more programs."""
     hopper: bool = False
