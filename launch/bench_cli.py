@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from ppruntime.launch.records import become
+from ppruntime.launch.records import run_python
 
 app = App(
     name="bench",
@@ -160,4 +160,4 @@ def kernels(
 
 def _module(name: str, arguments: tuple[str, ...]) -> int:
     """As a module of its own, since these benches start themselves again, once a rank."""
-    become(["-m", f"ppruntime.launch.{name}", *arguments])
+    return run_python(["-m", f"ppruntime.launch.{name}", *arguments])

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from ppruntime.launch.bench_moe_shapes import WORKERS, compile_share
-from ppruntime.launch.records import become, end_in_order
+from ppruntime.launch.records import end_in_order, run_python
 
 
 def main() -> int:
@@ -54,7 +54,7 @@ def main() -> int:
 
 def _over_ranks(arguments: argparse.Namespace, more: list[str]) -> int:
     torchrun = ["-m", "torch.distributed.run", "--standalone"]
-    become(
+    return run_python(
         [
             *torchrun,
             f"--nproc-per-node={arguments.ranks}",

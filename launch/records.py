@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,15 +21,31 @@ def write_record(path: Path, record: Mapping[str, object]) -> None:
 
 
 def end_in_order() -> None:
-    """From here on SIGTERM ends this process as Ctrl-C does: what was measured is still written."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    """From here on SIGTERM and Ctrl-C end this process once, by KeyboardInterrupt, and are ignored
+    after that: what was measured is still written."""
+    for told in _TO_END:
+        signal.signal(told, _interrupt)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    for told in _TO_END:
+        signal.signal(told, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
-def become(arguments: Sequence[str]) -> NoReturn:
-    """Goes on as `python ARGUMENTS`, in this process: signals then reach who has to hear them."""
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *arguments])
+def run_python(arguments: Sequence[str]) -> int:
+    """Runs `python ARGUMENTS` and gives its exit code. Who tells this process to end tells that
+    one, which is waited for: a shell or a timeout may know this one alone."""
+    with subprocess.Popen([sys.executable, *arguments]) as process:
+        before = {
+            told: signal.signal(told, lambda signum, _: process.send_signal(signum))
+            for told in _TO_END
+        }
+        try:
+            return process.wait()
+        finally:
+            for told, handler in before.items():
+                signal.signal(told, handler)
+
+
+_TO_END = (signal.SIGTERM, signal.SIGINT)

@@ -45,13 +45,26 @@ def start(*arguments):
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_bench_that_is_told_to_end_leaves_what_it_has(sent, tmp_path):
     out = tmp_path / "deep" / "record.json"
-    become = "import sys; from ppruntime.launch.records import become; become(sys.argv[1:])"
-    with start("-c", become, "-c", BENCH, str(out)) as process:
+    run = "import sys; from ppruntime.launch.records import run_python; run_python(sys.argv[1:])"
+    with start("-c", run, "-c", BENCH, str(out)) as process:
         for _ in range(3):
             assert process.stdout.readline()
         process.send_signal(sent)
-        assert process.wait(20) != 0
+        process.wait(20)
     assert json.loads(out.read_text())["rows"][:3] == [0, 1, 2]
+
+
+def test_a_second_signal_does_not_break_off_what_is_written(tmp_path):
+    out = tmp_path / "record.json"
+    slow = BENCH.replace("finally:", "finally:\n    print('ends', flush=True); time.sleep(0.5)")
+    with start("-c", slow, str(out)) as process:
+        assert process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        while process.stdout.readline() != "ends\n":
+            pass
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) != 0
+    assert json.loads(out.read_text())["rows"]
 
 
 def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path):
