@@ -34,7 +34,7 @@ from ppruntime.models.kernels.fp8_linear_cast import can_turn, quantize_turned
 from ppruntime.models.kernels.grouped_gemm import WeightGradOperands
 from ppruntime.models.kernels.moe_layout import Layout
 from ppruntime.models.kernels.quantize import GROUP, Quantized, columns_like
-from ppruntime.models.linear import Linear
+from ppruntime.models.linear import Linear, break_graph
 from ppruntime.models.rope import Rotation, rotate
 from ppruntime.models.weight_copies import WeightCopies
 
@@ -124,6 +124,7 @@ class _Fp8Layer(WeightCopies):
                     gemm_sms=self.options.gemm_sms,
                 )
 
+        break_graph()  # a graph could not write to the gradient either
         if self.queue is not None and self.queue.deferring:
             self.queue.add(add)
         else:

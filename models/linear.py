@@ -118,13 +118,22 @@ def now_or_later(
             else:
                 accumulate_grad(weight, compute())
 
-    if queue is not None and queue.deferring:
-        queue.add(task)
-        return None
+    if queue is not None:
+        break_graph()
+        if queue.deferring:
+            queue.add(task)
+            return None
     if not is_direct:
         return compute()
     task()
     return None
+
+
+def break_graph() -> None:
+    """Leaves the op whose gradient this is to autograd where a compiler traces it: whether a weight
+    gradient waits changes from call to call, which no graph knows of."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()
 
 
 def product_now_or_later(

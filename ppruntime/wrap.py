@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from ppruntime.kept_results import KeptResults
 from ppruntime.models.carry import Carry, MicroBatch
 from ppruntime.models.engram import Engram
-from ppruntime.models.linear import Deferrable
 from ppruntime.models.moe import MoE
 from ppruntime.models.save_points import SavePoint
 
@@ -66,15 +65,15 @@ def wrap_units(
 def compile_unit(unit: nn.Module) -> None:
     """Compiles what is plain PyTorch in the unit, part by part.
 
-    Between the parts stay what a compiler must not see: layers whose weight gradients may wait for
-    a W, which no graph knows of; experts, whose sizes change from batch to batch; Engram, whose
-    rows come from another stream. A recompute would take other parts than the forward took, so a
+    Between the parts stay what a compiler must not see: ops whose weight gradients may wait for a W
+    (`linear.break_graph`); experts, whose sizes change from batch to batch; Engram, whose rows come
+    from another stream. A recompute would take other parts than the forward took, so a
     unit is either recomputed or compiled.
     """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)
     for module in unit.modules():
-        if isinstance(module, (Deferrable, Engram)):
+        if isinstance(module, Engram):
             _keep_plain(module, "forward")
         elif isinstance(module, MoE):
             _keep_plain(module, "routed")

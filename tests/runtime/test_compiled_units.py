@@ -12,7 +12,9 @@ from small_runs import train
 from toy_units import Half
 
 from ppruntime.metrics import read_metrics
-from ppruntime.models.linear import WeightGradQueue
+from ppruntime.models.fp8_linear import Fp8Linear, Fp8LinearOptions
+from ppruntime.models.kernels.fp8_linear_backends import LinearBackend
+from ppruntime.models.linear import Linear, WeightGradQueue, set_queue
 from ppruntime.wrap import wrap_units
 
 # Torch's compiler looks at everything, also at what warns when it is looked at.
@@ -59,6 +61,28 @@ def test_units_in_compiled_parts_have_the_bits_of_plain_ones(
     assert steps(tmp_path / "compiled", "kernels.compile=true", *overrides) == plain
     assert len(compiled_parts) > 5
     assert len(waited) == 2 * num_plain  # as many weight gradients waited for their W
+
+
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["Linear", "Fp8Linear"])
+def test_a_weight_gradient_waits_also_where_it_did_not_when_the_layer_was_compiled(
+    in_fp8, compiled_parts
+):
+    layer = Linear(256, 128)
+    if in_fp8:
+        layer = Fp8Linear(layer, Fp8LinearOptions(backend=LinearBackend.REFERENCE))
+    weight, queue, x = layer.weight, WeightGradQueue(), torch.randn(3, 256)
+    torch.nn.init.normal_(weight)
+    set_queue(layer, queue)
+    run = torch.compile(lambda x: layer(x * 2).square().sum())
+    run(x.requires_grad_()).backward()
+    expected, weight.grad = weight.grad, None
+    queue.deferring = True
+    run(x).backward()
+    assert weight.grad is None
+    for task in queue.pop():
+        task()
+    assert torch.equal(weight.grad, expected)
+    assert compiled_parts
 
 
 @pytest.mark.long
