@@ -59,6 +59,7 @@ def _over_ranks(arguments: argparse.Namespace, more: list[str]) -> int:
             *torchrun,
             f"--nproc-per-node={arguments.ranks}",
             *("-m", "ppruntime.launch.bench_moe_ranks"),
+            *("--ranks", str(arguments.ranks)),
             *("--out", str(arguments.out)),
             *("--repetitions", str(arguments.repetitions)),
             *more,

@@ -356,6 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Whole routed layers over several GPUs")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--ranks", type=int, help="as many as were started, for the record")
     parser.add_argument("--only", action="append", default=[], help="a variant's name; repeatable")
     parsed, overrides = parser.parse_known_args(arguments)
     layout = Layout(1, 1, started_world())

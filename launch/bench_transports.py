@@ -414,7 +414,7 @@ class _Worker:
         if self.rank != 0 and complete:
             return
         record = {
-            "command": command_line("transports"),
+            "command": command_line("transports", sys.argv[1:-3]),  # no worker
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "complete": complete,
             "seconds": round(time.monotonic() - self.start, 1),
