@@ -26,6 +26,19 @@ def decays(name: str, shape: Sequence[int]) -> bool:
     return len(shape) >= 2 and name.endswith(".weight") and name not in _VOCABULARY
 
 
+def trainable_in_fp32(params: Mapping[str, nn.Parameter], whose: str) -> dict[str, nn.Parameter]:
+    """Those that need a gradient. Raises ValueError, in the name of the optimizer `whose` they are,
+    for one that is not fp32."""
+    trainable = {name: param for name, param in params.items() if param.requires_grad}
+    for name, param in trainable.items():
+        if param.dtype is not torch.float32:
+            raise ValueError(
+                f"{whose} got {name} in {param.dtype}; keep parameters in torch.float32 and cast"
+                " them to the compute dtype in the forward"
+            )
+    return trainable
+
+
 def make_adamw(
     params: Mapping[str, nn.Parameter],
     *,
@@ -45,13 +58,7 @@ def make_adamw(
     is fused.
     Raises ValueError for a parameter that is not fp32: a bf16 weight forgets updates below 2^-8.
     """
-    trainable = {name: param for name, param in params.items() if param.requires_grad}
-    for name, param in trainable.items():
-        if param.dtype is not torch.float32:
-            raise ValueError(
-                f"AdamW got {name} in {param.dtype}; keep parameters in torch.float32 and cast them"
-                " to the compute dtype in the forward"
-            )
+    trainable = trainable_in_fp32(params, "AdamW")
     meshes = list(dict.fromkeys((None, *map(_mesh, trainable.values()))))
     groups = [
         {

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ppruntime.models.update_rules import Update, UpdateRule, newton_schulz_flops
-from ppruntime.optim.adamw import make_adamw
+from ppruntime.optim.adamw import make_adamw, trainable_in_fp32
 from ppruntime.optim.matrix_owners import rounds_of, through_owners
 from ppruntime.optim.muon import nesterov_, orthogonal_update, step_
 from ppruntime.optim.sinkhorn import sinkhorn_step_
@@ -158,13 +158,7 @@ def make_muon(
     ranks have to make it over the same names.
     Raises ValueError for a parameter that is not fp32, as `make_adamw` does.
     """
-    trainable = {name: param for name, param in params.items() if param.requires_grad}
-    for name, param in trainable.items():
-        if param.dtype is not torch.float32:
-            raise ValueError(
-                f"Muon got {name} in {param.dtype}; keep parameters in torch.float32 and cast them"
-                " to the compute dtype in the forward"
-            )
+    trainable = trainable_in_fp32(params, "Muon")
     adamw = make_adamw(
         {n: p for n, p in trainable.items() if rules[n].update is Update.ADAMW},
         lr=lr,

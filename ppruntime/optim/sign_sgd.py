@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ppruntime.optim.adamw import decays
+from ppruntime.optim.adamw import decays, trainable_in_fp32
 
 
 class SignSGD(torch.optim.Optimizer):
@@ -51,13 +51,7 @@ def make_sign_sgd(
 
     Raises ValueError for a parameter that is not fp32, as `make_adamw` does.
     """
-    trainable = {name: param for name, param in params.items() if param.requires_grad}
-    for name, param in trainable.items():
-        if param.dtype is not torch.float32:
-            raise ValueError(
-                f"SignSGD got {name} in {param.dtype}; keep parameters in torch.float32 and cast"
-                " them to the compute dtype in the forward"
-            )
+    trainable = trainable_in_fp32(params, "SignSGD")
     groups = [
         {
             "params": [p for name, p in trainable.items() if decays(name, p.shape) == decayed],
