@@ -76,8 +76,9 @@ def test_a_weight_gradient_waits_also_where_it_did_not_when_the_layer_was_compil
     run = torch.compile(lambda x: layer(x * 2).square().sum())
     run(x.requires_grad_()).backward()
     expected, weight.grad = weight.grad, None
-    queue.deferring = True
-    run(x).backward()
+    loss = run(x)
+    queue.deferring = True  # set by an I, long after the forward
+    loss.backward()
     assert weight.grad is None
     for task in queue.pop():
         task()
