@@ -99,6 +99,20 @@ def transport_options(config: Config) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def open_beside(config: Config, ranks: Ranks, channels: Sequence[Channel]) -> Transport:
+    """This rank's ends of channels of one's own, moved as the run's boundaries are: for
+    calibrations and emulations. A collective of the pipeline."""
+    return open_transport(
+        config.pp.transport,
+        channels,
+        ranks.pp_rank,
+        device=ranks.device,
+        timeout_seconds=config.pp.timeout_seconds,
+        store=ranks.pipeline_store(),
+        **transport_options(config),
+    )
+
+
 def make_executor(
     outline: Outline,
     schedule: Schedule,

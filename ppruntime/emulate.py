@@ -7,6 +7,7 @@ times, in the steady part of the step, and what transfers between them took.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,13 +23,15 @@ from ppruntime.build import build_stage, warm_up_stage
 from ppruntime.channels import make_channels
 from ppruntime.clocks import CudaClock, HostClock, OpTimes
 from ppruntime.config import Config
-from ppruntime.connect import compute_dtype
+from ppruntime.connect import compute_dtype, open_beside
 from ppruntime.data.batches import open_data
 from ppruntime.emulate_replays import Blanks, Recorder
 from ppruntime.emulate_transport import ReplayTransport, split_channels
+from ppruntime.engram_tables import EngramLookups
 from ppruntime.executor import Executor
 from ppruntime.experts.dispatch import open_dispatcher
 from ppruntime.experts.options import choose_experts
+from ppruntime.gemm_budget import with_gemm_budget
 from ppruntime.linear_options import choose_linears
 from ppruntime.messages import gather_bytes
 from ppruntime.models.carry import DIFFERENTIABLE
@@ -44,7 +47,6 @@ from ppruntime.schedules.costs import Costs, Hops
 from ppruntime.schedules.counts import peak_in_flight
 from ppruntime.schedules.ops import parse_op
 from ppruntime.stage import Stage
-from ppruntime.transports import open_transport
 from ppruntime.transports.base import Boundary, Transport
 from ppruntime.wrap import hold_gradients, reduce_grads
 
@@ -113,26 +115,22 @@ def emulate(
     what a transfer to or from them takes, one way.
     """
     order, plan = check_emulation(config, present)
+    config = with_gemm_budget(config, ranks.device)
     device, train = ranks.device, config.train
     rank = present.start + ranks.pp_rank
     shape = {"batch": train.micro_batch_size, "seq_len": train.seq_len}
     boundaries = expected_boundaries(config.model.dims, plan, dtype=compute_dtype(config), **shape)
-    stage = _build(config, plan[rank], ranks)
     on_cuda = device.type == "cuda"
+    if on_cuda:
+        gc.collect()  # an emulation before this one may lie in cycles, and would count in the peak
+    stage = _build(config, plan[rank], ranks)
     if on_cuda:
         warm_up_stage(stage, boundaries[rank - 1] if rank else None, ranks, **shape)
     channels = make_channels(boundaries, order.computations.stage_to_rank, order.slots)
     inner_channels, edges = split_channels(channels, present, rank)
     inner: Transport | None = None
     if inner_channels:
-        inner = open_transport(
-            config.pp.transport,
-            list(inner_channels.values()),
-            ranks.pp_rank,
-            device=device,
-            timeout_seconds=config.pp.timeout_seconds,
-            store=ranks.pipeline_store(),
-        )
+        inner = open_beside(config, ranks, list(inner_channels.values()))
     transport = ReplayTransport(inner, inner_channels, edges, rank, replays, device=device)
     executor = Executor(
         order.lowered,
@@ -141,6 +139,7 @@ def emulate(
         channels,
         transport,
         clock=CudaClock() if on_cuda else HostClock(),
+        lookups=EngramLookups({rank: stage.units}, ahead=config.engram.lookups_ahead),
     )
     data = open_data(config)
     all_times: list[list[Times]] = []
@@ -179,7 +178,8 @@ def emulate(
 
 
 def _build(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
-    """As `build.build_pipeline` does: with the run's backends, experts over its expert ranks."""
+    """As `build.build_pipeline` does: with the run's backends, experts over its expert ranks.
+    Weights are drawn on the device: times do not depend on their bits."""
     return build_stage(
         config,
         plan,
@@ -187,6 +187,7 @@ def _build(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
         experts=choose_experts(config),
         dispatcher=open_dispatcher(config, ranks, timeout_seconds=config.pp.timeout_seconds),
         linears=choose_linears(config),
+        draw_on_device=True,
     )
 
 

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from ppruntime.build import build_stage
 from ppruntime.config import Config
+from ppruntime.connect import open_beside
 from ppruntime.data.batches import open_data
 from ppruntime.experts.options import choose_experts
+from ppruntime.gemm_budget import with_gemm_budget
 from ppruntime.linear_options import choose_linears
 from ppruntime.memory import activation_bytes
 from ppruntime.models.carry import CROSSING, DIFFERENTIABLE, MicroBatch
@@ -34,7 +36,6 @@ from ppruntime.projection.projector import ProjectionError
 from ppruntime.ranks import Ranks
 from ppruntime.stage import Stage
 from ppruntime.trainer import make_optimizer
-from ppruntime.transports import open_transport
 from ppruntime.transports.base import Boundary, Channel, TensorSpec
 from ppruntime.wrap import hold_gradients
 
@@ -157,14 +158,7 @@ def transfer_rows(
         ends = {"boundary": Boundary((spec,)), "slots": 1}
         there = Channel(0, "forward", 0, 1, 0, 1, **ends)  # type: ignore[arg-type]
         back = Channel(1, "backward", 1, 0, 1, 0, **ends)  # type: ignore[arg-type]
-        transport = open_transport(
-            config.pp.transport,
-            (there, back),
-            ranks.pp_rank,
-            device=ranks.device,
-            timeout_seconds=config.pp.timeout_seconds,
-            store=ranks.pipeline_store(),
-        )
+        transport = open_beside(config, ranks, (there, back))
         payload = (torch.ones(num_bytes, dtype=torch.uint8, device=ranks.device),)
         seconds = []
         for _ in range(_WARM_UP + samples):
@@ -297,8 +291,14 @@ def _with_alive(spec: UnitSpec, fields: frozenset[str]) -> UnitSpec:
 
 
 def _stage(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
+    config = with_gemm_budget(config, ranks.device)
     stage = build_stage(
-        config, plan, ranks, experts=choose_experts(config), linears=choose_linears(config)
+        config,
+        plan,
+        ranks,
+        experts=choose_experts(config),
+        linears=choose_linears(config),
+        draw_on_device=True,  # times do not depend on their bits
     )
     if not any(bool(p.detach().any()) for p in stage.units.parameters()):
         raise ProjectionError(

@@ -10,10 +10,10 @@ from types import TracebackType
 import torch
 
 from ppruntime.config import Config
+from ppruntime.connect import open_beside
 from ppruntime.memory import compute_dtype_name
 from ppruntime.models.dims import boundary_bytes, unit_specs
 from ppruntime.ranks import Ranks
-from ppruntime.transports import open_transport
 from ppruntime.transports.base import Boundary, Channel, TensorSpec
 
 
@@ -46,14 +46,7 @@ class Traffic:
         self._out, self._in = channels[ranks.pp_rank], channels[1 - ranks.pp_rank]
         self._device = ranks.device
         self._payload = torch.ones(num_bytes, dtype=torch.uint8, device=ranks.device)
-        self._transport = open_transport(
-            config.pp.transport,
-            channels,
-            ranks.pp_rank,
-            device=ranks.device,
-            timeout_seconds=config.pp.timeout_seconds,
-            store=ranks.pipeline_store(),
-        )
+        self._transport = open_beside(config, ranks, channels)
         self._leaving = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="traffic")

@@ -17,6 +17,7 @@ import torch
 
 from ppruntime.build import build_stage
 from ppruntime.config import load
+from ppruntime.connect import open_beside
 from ppruntime.data.batches import open_data
 from ppruntime.emulate import check_emulation, emulate
 from ppruntime.emulate_replays import Blanks, Recorder, drawn
@@ -464,3 +465,19 @@ def test_wrong_uses_of_the_commands_are_refused(arguments, complaint, capsys, mo
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert main(arguments.format(tiny=TINY).split()) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_calibrations_and_emulations_move_messages_as_the_run_says(monkeypatch):
+    """A library for put, thread blocks, lead: what `[pp]` says reaches a transport of theirs."""
+    given = {}
+    monkeypatch.setattr(
+        "ppruntime.connect.open_transport", lambda kind, *_, **options: given.update(options)
+    )
+    keys = ("pp.size=2", "pp.transport=put", "pp.nccl_library=/opt/libnccl.so.2")
+    config = load([TINY], [*keys, "pp.timeout_seconds=7"])
+    ranks = join(Layout(1, 1, 1), use_cuda=False, timeout_seconds=60)
+    try:
+        open_beside(config, ranks, ())
+    finally:
+        leave()
+    assert (given["nccl_library"], given["timeout_seconds"]) == ("/opt/libnccl.so.2", 7)
