@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TypeAlias
 
 import msgspec
@@ -60,6 +61,9 @@ class Emulation:
     """What the present stages gave, on every rank alike."""
 
     stages: tuple[StageTimes, ...]
+    mean_s: tuple[tuple[float, float, float], ...]
+    """Per present stage the mean seconds of F, I and W over the steady part: what a sum of ops is
+    predicted from, where `stages` has medians."""
     transfers: tuple[TransferTimes, ...]
     """Between present ranks, by bytes; empty where none was waited for."""
     peaks: tuple[StagePeak, ...]
@@ -240,15 +244,18 @@ def _emulation(
     count = config.train.num_micro_batches
     transport = config.pp.transport
     what = f"emulated stages {present.start}-{present.stop - 1} of {config.pp.size} on {transport}"
-    stages, cycles = [], []
+    stages, means, cycles = [], [], []
     for place, stage in enumerate(present):
         held = in_flight[stage]
         steps = [times[place] for times in all_times]
         source = what + replayed[place]
-        stages.append(stage_times(stage, steps, range(held, count - held), source))
-        cycles.append(_cycle(steps, range(held, count - held)))
+        window = range(held, count - held)
+        stages.append(stage_times(stage, steps, window, source))
+        means.append(mean_seconds(stage, steps, window))
+        cycles.append(_cycle(steps, window))
     return Emulation(
         stages=tuple(stages),
+        mean_s=tuple(means),
         transfers=_transfers(present, boundaries, all_times, transport, what),
         peaks=peaks,
         cycle_s=tuple(cycles),
@@ -259,12 +266,7 @@ def _emulation(
 def stage_times(stage: int, steps: Sequence[Times], window: range, source: str) -> StageTimes:
     """A stage's row from its op times, those of the micro-batches in `window`. A whole backward
     counts half as I and half as W, which the source says."""
-    seconds: defaultdict[str, list[float]] = defaultdict(list)
-    for times in steps:
-        for t in times:
-            op = parse_op(t.op)
-            if op.stage == stage and op.micro_batch in window and op.kind.value in "FBIW":
-                seconds[op.kind.value].append((t.end - t.ready) / 1e9)
+    seconds = _seconds_by_kind(stage, steps, window)
     forward = median_and_p95(seconds["F"])
     if seconds["I"]:
         input_grad = median_and_p95(seconds["I"])
@@ -273,7 +275,7 @@ def stage_times(stage: int, steps: Sequence[Times], window: range, source: str) 
         whole = median_and_p95(seconds["B"])
         input_grad = weight_grad = (whole[0] / 2, whole[1] / 2)
         source += "; whole backwards, half counted as input and half as weight gradient"
-    samples = min(len(found) for found in seconds.values())
+    samples = min(len(found) for found in seconds.values() if found)
     return StageTimes(
         stage=stage,
         forward_s=forward[0],
@@ -286,6 +288,31 @@ def stage_times(stage: int, steps: Sequence[Times], window: range, source: str) 
         source=source,
         samples=samples,
     )
+
+
+def mean_seconds(stage: int, steps: Sequence[Times], window: range) -> tuple[float, float, float]:
+    """Means of a stage's F, I and W over the micro-batches in `window`; a whole backward counts
+    half as I and half as W."""
+    seconds = _seconds_by_kind(stage, steps, window)
+    half = fmean(seconds["B"]) / 2 if seconds["B"] else 0.0
+    return (
+        fmean(seconds["F"]),
+        fmean(seconds["I"]) if seconds["I"] else half,
+        fmean(seconds["W"]) if seconds["W"] else half if not seconds["I"] else 0.0,
+    )
+
+
+def _seconds_by_kind(
+    stage: int, steps: Sequence[Times], window: range
+) -> defaultdict[str, list[float]]:
+    """What each op took, waits left out, by F, B, I and W."""
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    for times in steps:
+        for t in times:
+            op = parse_op(t.op)
+            if op.stage == stage and op.micro_batch in window and op.kind.value in "FBIW":
+                seconds[op.kind.value].append((t.end - t.ready) / 1e9)
+    return seconds
 
 
 def _cycle(steps: Sequence[Times], window: range) -> float:

@@ -153,7 +153,9 @@ def test_a_layer_is_the_recipe_to_the_last_rounding_and_fp8_away_from_the_truth(
     got = usual(kind, options)
     for i, (a, b) in enumerate(zip(got, by_the_recipe(kind, module, x, grad), strict=True)):
         # Another order of fp32 sums; a bf16 z that rounds the other way moves h by an FP8 step.
-        assert distance(a, b) < (1e-3 if kind == LINEAR else 5e-3), i
+        # Tensor cores cut what they add, so on a GPU more of them do: 0.0056 (H200, Triton).
+        steps = 1e-2 if a.is_cuda else 5e-3
+        assert distance(a, b) < (1e-3 if kind == LINEAR else steps), i
         assert a.dtype is (torch.bfloat16 if i < 2 else torch.float32)
     low, high = (0.02, 0.045) if kind == LINEAR else (0.02, 0.08)
     for a, b in zip(got, exact(kind, module, x, grad), strict=True):

@@ -327,6 +327,36 @@ def test_two_ranks_time_units_beside_the_messages_that_they_send_each_other(tmp_
     assert int(re.search(r"^([\d,]+) messages of", told, re.MULTILINE)[1].replace(",", "")) >= 1
 
 
+@pytest.mark.slow
+def test_a_run_is_predicted_from_another_one_before_it_runs(tmp_path):
+    out, predictions = tmp_path / "v3.json", tmp_path / "predictions.jsonl"
+    code = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "-m", "ppruntime.launch.cli", "validate-run", str(TINY)),
+            *(*ONE_LAYER, "pp.size=2", "pp.layers_per_stage=[0.5,0.5]", "pp.schedule=1f1b_w"),
+            *("train.num_micro_batches=12", "--steps", "2", "--out", str(out)),
+            *("--calibrate-with", "train.num_micro_batches=8 pp.schedule=1f1b"),
+            *("--predictions", str(predictions)),
+        ],
+        check=False,  # on a busy machine op times of milliseconds may miss their bars
+        cwd=tmp_path,
+        timeout=LIMIT_SECONDS,
+        env=environment(),
+    ).returncode
+    (line,) = predictions.read_text().splitlines()
+    said, record = json.loads(line), json.loads(out.read_text())
+    cases = {case["what"]: case for case in record["cases"]}
+    assert said["rests_on"] == "train.num_micro_batches=8 pp.schedule=1f1b"
+    assert said["written"] < record["date"]
+    assert said["predicted"] == {what: case["predicted"] for what, case in cases.items()}
+    assert {"step s", "cycle s"} == {what for what, case in cases.items() if case["limit"]}
+    assert {f"stage {s} {kind} s" for s in (0, 1) for kind in ("F", "I + W")} < cases.keys()
+    assert all(case["measured"] > 0 for case in cases.values())
+    assert code in (0, 1)
+    assert not list(tmp_path.glob(".*.new"))
+
+
 # In this process
 
 
