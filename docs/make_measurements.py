@@ -17,6 +17,9 @@ DOCS = Path(__file__).resolve().parent
 BENCH = DOCS / "bench"
 LARGE = 335_544_320
 """Bytes of V4.1-Flash's streams at 8,192 tokens: one boundary."""
+NAMED_SHARE = 0.02
+"""Kernels with a larger share of a half are named."""
+
 NOT_RUN = """## Not run, and what is known to be wrong with a record
 
 - Anything between hosts: `put` over InfiniBand, `nccl` over a network. More than two GPUs.
@@ -304,8 +307,9 @@ def _profile(record: dict[str, Any], kind: str, backend: str) -> str:
                 (f"`{each['kernel'][:60]}`", _number(each["launches"], 0), _number(each["us"], 0),
                  f"{each['share']:.1%}")
                 for each in profile["kernels"]
+                if each["share"] > NAMED_SHARE
             ]  # fmt: skip
-            named = sum(each["share"] for each in profile["kernels"])
+            named = sum(k["share"] for k in profile["kernels"] if k["share"] > NAMED_SHARE)
             rest = profile["total_us"] * (1 - named)
             rows.append(("others, none above 2 %", "", _number(rest, 0), f"{1 - named:.1%}"))
             title = f"What the {kind} half by {backend} is made of:"

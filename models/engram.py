@@ -7,7 +7,7 @@ Source: DeepSeek-V4.1 report, section 2.4.2; the hash constants reproduce the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -22,7 +22,7 @@ from ppruntime.models.carry import MicroBatch
 from ppruntime.models.dims import ModelDims
 from ppruntime.models.engram_hash import bucket_sizes
 from ppruntime.models.engram_kernels import REFERENCE, EngramKernels
-from ppruntime.models.engram_rows import TableRows, rows_held
+from ppruntime.models.engram_rows import TableRows, in_groups, rows_held
 from ppruntime.models.keep_inputs import named_op
 from ppruntime.models.linear import Linear
 from ppruntime.models.precision import widened
@@ -269,7 +269,18 @@ class Engram(WeightCopies):
     def announce(self, batches: Iterable[MicroBatch]) -> None:
         """The micro-batches of the step that begins, in their order; see `TableRows.announce`."""
         assert self.source is not None, "rows are announced to a source"
-        self.source.announce(self.hash(b.ids, b.positions, b.masked) for b in batches)
+        self.source.announce(rows for group in in_groups(batches) for rows in self._rows_of(group))
+
+    def _rows_of(self, batches: Sequence[MicroBatch]) -> Sequence[Tensor]:
+        """What each micro-batch reads, hashed together: a hash looks at one sequence."""
+        masked = [b.masked for b in batches if b.masked is not None]
+        assert len(masked) in (0, len(batches)), "all of a step's micro-batches are masked, or none"
+        rows: Tensor = self.hash(
+            torch.cat([b.ids for b in batches]),
+            torch.cat([b.positions for b in batches]),
+            torch.cat(masked) if masked else None,
+        )
+        return torch.split(rows, [len(b.ids) for b in batches])
 
     def flush_weight_grads(self) -> None:
         if self.source is not None and (sums := self.source.flush()) is not None:

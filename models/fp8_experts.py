@@ -144,18 +144,15 @@ class Fp8Experts(WeightCopies):
         num_tokens, per_token = experts_NK.shape
         num_experts, *widths = self.gate_up.weight.shape
         parts = token_slices(num_tokens, per_token, num_experts, max(widths), self.most_elements)
-        y = [
-            _Fp8Experts.apply(  # type: ignore[no-untyped-call]
-                x_ND[part],
-                weights_NK[part],
-                self.gate_up.weight,
-                self.down.weight,
-                experts_NK[part],
-                self,
-            )
-            for part in parts
-        ]
-        return y[0] if len(y) == 1 else torch.cat(y)
+        if len(parts) == 1:  # a slice of all would cost its backward a copy
+            return self._over(x_ND, experts_NK, weights_NK)
+        return torch.cat([self._over(x_ND[p], experts_NK[p], weights_NK[p]) for p in parts])
+
+    def _over(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        y_ND: Tensor = _Fp8Experts.apply(  # type: ignore[no-untyped-call]
+            x_ND, weights_NK, self.gate_up.weight, self.down.weight, experts_NK, self
+        )
+        return y_ND
 
     def quantized(self) -> ExpertWeights:
         """The FP8 weights, made once per version."""

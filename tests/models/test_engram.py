@@ -1,5 +1,6 @@
 import gc
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from ppruntime.models import engram_rows
 from ppruntime.models.dims import preset
 from ppruntime.models.engram import Engram, NgramHash, add_row_grads, hash_multipliers, look_up
 from ppruntime.models.engram_hash import bucket_sizes, is_prime, normalized, token_map
-from ppruntime.models.engram_rows import TableRows
+from ppruntime.models.engram_rows import TOGETHER, TableRows, unique_rows
 from ppruntime.models.init import init_parameters
 
 TINY = preset("tiny")
@@ -217,6 +218,32 @@ def test_a_device_named_with_and_without_its_number_is_one_device():
     look_up(rows, table, torch.float32, source).sum().backward()
     sums = source.flush()
     assert sums.sum(1).tolist() == [0, 4, 0, 8, 0, 0, 0, 0, 0]
+
+
+def test_rows_sorted_together_are_those_of_each_micro_batch_alone():
+    generator = torch.Generator().manual_seed(0)
+    for num_rows in (1, 7, 2**31 + 5):
+        rows = [
+            torch.randint(num_rows, shape, generator=generator)
+            for shape in ((2, 5, 3), (1,), (0,), (40, 1))
+        ]
+        dtype = torch.int32 if num_rows < 2**31 else torch.int64
+        for found, alone in zip(unique_rows(rows, num_rows, dtype), rows, strict=True):
+            assert found.dtype is dtype
+            assert torch.equal(found, torch.unique(alone).to(dtype))
+
+
+def test_announced_micro_batches_have_the_rows_that_their_forwards_read():
+    """More of them than are hashed at once, with masked tokens."""
+    engram, count = make_engram(), TOGETHER + 1
+    batches = [random_batch(TINY, seed, [(6,), (4, 2)]) for seed in range(count)]
+    batches = [b._replace(masked=torch.rand(b.ids.shape) < 0.3) for b in batches]
+    found = []
+    engram.source = SimpleNamespace(announce=found.extend)
+    engram.announce(batches)
+    assert len(found) == count
+    for rows, b in zip(found, batches, strict=True):
+        assert torch.equal(rows, engram.hash(b.ids, b.positions, b.masked))
 
 
 def test_host_memory_that_cuda_refuses_is_a_sentence_and_leaves_no_error_behind(monkeypatch):
