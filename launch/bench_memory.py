@@ -184,8 +184,10 @@ class _Bench:
             self._told(row)
         if self.args.try_refused:
             for number, run, row in trials:
-                row["is_trial"] = True
-                row["planned_refusal"], row["refused"] = row["refused"], ""
+                if self._is_late():
+                    self.not_run.append(f"{row['name']}, to see it fail")
+                    continue
+                row["is_trial"], row["refused"] = True, ""
                 self._measure(len(self.runs) + number, run, row, use_cuda)
                 self._told(row)
         self._complete = True
@@ -208,10 +210,13 @@ class _Bench:
         num_bytes = self.machine["device_bytes"]
         return refusal(plan, num_bytes) if num_bytes else ""
 
+    def _is_late(self) -> bool:
+        limit: float = self.args.limit_seconds
+        return time.monotonic() - self.start > limit
+
     def _measure(self, number: int, run: Run, row: Row, use_cuda: bool) -> None:
-        spent = time.monotonic() - self.start
-        if spent > self.args.limit_seconds:
-            row["refused"] = f"not run, the limit was over: {spent:.0f} s"
+        if self._is_late():
+            row["refused"] = f"not run: the limit was over, {self.args.limit_seconds:g} s"
             self.not_run.append(row["name"])
             return
         pp, dp = layout_sizes(run.case.layout)
@@ -250,7 +255,7 @@ class _Bench:
     def _notes(self) -> Iterator[str]:
         yield from notes(self.rows)
         if self.not_run:
-            yield f"not run, the limit was over: {'; '.join(self.not_run)}"
+            yield f"not run, as the limit was over: {'; '.join(self.not_run)}"
 
     def _write(self) -> None:
         if not self.machine:

@@ -119,7 +119,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
             continue
         if off is None and base is not None:
             why = base["failure"] or base["refused"]
-            found.append(f"{row['name']}: runs where off does not: {why.splitlines()[0]}")
+            found.append(f"{row['name']}: runs where off does not ({why.splitlines()[0]})")
         if off is not None and row["knob"] == ONE_IN_TWO and not link_allows(row, off):
             found.append(f"{row['name']}: the link does not hide it: {row['plan']['offload']}")
     return found
@@ -129,7 +129,7 @@ def line(row: Row, rows: Sequence[Row]) -> str:
     """A row for people, with ratios to off's."""
     head = f"{row['name']:48}"
     if row["refused"]:
-        return f"{head} does not fit: {row['refused']}"
+        return f"{head} {row['refused']}"
     if row["failure"]:
         return f"{head} failed: {row['failure'].splitlines()[0][:150]}"
     off, seconds = off_of(row, rows), median_seconds(row)

@@ -109,7 +109,7 @@ class Run:
 _CASES: Mapping[str, tuple[tuple[int, int, int, int, int, tuple[str, ...]], ...]] = {
     "one": (
         (
-            *(8192, 10, 5, 6, 2),
+            *(8192, 10, 5, 8, 2),
             (
                 *("off", ONE_IN_TWO, "offload, paced", "masters and one in two"),
                 *("SignSGD in the backward", "offload as FP8"),
@@ -262,6 +262,6 @@ def refusal(plan: Mapping[str, Any], device_bytes: float) -> str:
     if most <= room:
         return ""
     return (
-        f"planned with {most / 1e9:.1f} GB, the device has {device_bytes / 1e9:.1f} GB and"
-        f" {HEADROOM_BYTES / 1e9:g} of them are for what no plan counts"
+        f"does not fit: planned with {most / 1e9:.1f} GB, the device has {device_bytes / 1e9:.1f},"
+        f" and {HEADROOM_BYTES / 1e9:g} of them are for what no plan counts"
     )

@@ -245,10 +245,9 @@ class _Worker:
         ranks = replace(self._ranks, store_prefix=f"row {asked.number} ")
         left_over = self._cleared()
         pipeline = build_pipeline(config, ranks, draw_on_device=asked.draw_on_device)
-        try:
-            found = self._steps(config, ranks, pipeline, asked.num_steps)
-        finally:
-            pipeline.transport.close()
+        found = self._steps(config, ranks, pipeline, asked.num_steps)
+        # Not where a step failed: the other ranks may never come, and all are about to be killed.
+        pipeline.transport.close()
         return found | {
             "rank": self._rank,
             "pp_rank": ranks.pp_rank,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import importlib.util
 import json
 import os
 import signal
@@ -186,15 +188,50 @@ def test_copies_beside_a_matmul_are_asked_for_45_gb_per_second():
 
 
 def test_a_row_that_runs_where_off_does_not_is_told_and_has_no_bar_of_bits():
-    off = _row("off", refused="planned with 153.0 GB", ranks=[], step_seconds=[])
+    off = _row("off", refused="does not fit: planned with 153.0 GB", ranks=[], step_seconds=[])
     rows = [off, _row("masters")]
-    assert notes(rows) == ["dp2, masters: runs where off does not: planned with 153.0 GB"]
+    assert notes(rows) == [
+        "dp2, masters: runs where off does not (does not fit: planned with 153.0 GB)"
+    ]
     assert not any("losses" in what for what in _verdicts(rows))
     assert "does not fit: planned with 153.0 GB" in line(off, rows)
     left = _rank(0, 1000) | {"left_over_bytes": 1 << 30}
     assert notes([_row("off", ranks=[left])]) == [
         "dp2, off: 1.07 GB of earlier rows were still there"
     ]
+
+
+def _measurements():
+    """docs/make_measurements.py, which no package holds."""
+    path = Path(__file__).resolve().parents[2] / "docs" / "make_measurements.py"
+    spec = importlib.util.spec_from_file_location("make_measurements", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_measurements_page_has_a_row_a_knob_with_ratios_and_what_missed():
+    about = {"num_experts": 8, "num_micro_batches": 5, "in_flight": 4, "optimizer": "adamw"}
+    ranks = [_rank(0, 1_000_000_000), _rank(1, 800_000_000)]
+    off = _row("off", planned=1_010_000_000, ranks=ranks, **about)
+    rows = [off, _row("masters", seconds=1.2, planned=1_000_000_000, ranks=ranks, **about)]
+    rows.append(_row("offload", failure="rank 1: OutOfMemoryError: none left\nmore", **about))
+    copies = {"GB/s back, beside a matmul": 40.0}
+    found = [dataclasses.asdict(bar) for bar in bars(rows, copies)]
+    record = {"model": "m", "rows": rows, "copies": copies, "bars": found, "notes": ["a note"]}
+    page = _measurements().memory(record)
+    for text in (
+        "dp2: 8 experts, 5 micro-batches, 4 in flight, adamw",
+        "| off | 1,000.0 | 1.000 | 1.0, 0.8 | 1.010, 1.262 | 0.0, 0.0 | 0.0, 0.0 |",
+        "| masters | 1,200.0 | 1.200 | 1.0, 0.8 | 1.000, 1.250 | 0.0, 0.0 | 0.0, 0.0 |",
+        "| offload | rank 1: OutOfMemoryError: none left | - |",
+        "- 2 of 4 peaks within 3 % of the plan",
+        "- MISSED: dp2, off, rank 1: planned over measured peak, off by: 0.2625, at most 0.03",
+        "- MISSED: GB/s back, beside a matmul: 40, at least 45",
+        "- met: dp2, masters: steps with other losses or norms than off: 0, at most 0",
+        "- a note",
+    ):
+        assert text in page, text
 
 
 # Whole runs over gloo.
@@ -231,6 +268,9 @@ def test_rows_of_several_layouts_run_one_after_another_and_have_what_is_planned(
     found = {bar["what"]: bar for bar in record["bars"]}
     assert sum("planned over measured peak" in what for what in found) == 12
     assert sum("than off" in what for what in found) == 2
+    page = _measurements().memory(record)
+    assert page.count("| masters |") == 2
+    assert "- 12 of 12 peaks within 3 % of the plan" in page
     assert all(bar["is_met"] for bar in found.values()), record["bars"]
 
 
@@ -261,6 +301,7 @@ def test_a_rank_that_fails_or_dies_ends_the_others_although_they_wait_for_it(tmp
         workers.train(_training(3, "train.num_micro_batches=4000"), 4)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_row_that_fails_says_why_and_the_next_one_goes_on(tmp_path):
@@ -318,4 +359,4 @@ def test_no_row_is_begun_after_the_limit(tmp_path):
     record = json.loads(out.read_text())
     assert not record["complete"]
     assert all("the limit was over" in row["refused"] for row in record["rows"])
-    assert "not run, the limit was over: one" in record["notes"][-1]
+    assert "not run, as the limit was over: one" in record["notes"][-1]
