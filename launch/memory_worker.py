@@ -19,6 +19,10 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from ppruntime.config import Config
+from ppruntime.ledger import predict
+from ppruntime.memory_record import UPDATE, OpMemory
+
 _GRACE_SECONDS = 3.0
 """For the other ranks to fail too, once one has."""
 _START_SECONDS = 180.0
@@ -209,6 +213,7 @@ class _Worker:
             case "copies":
                 return copy_rates(self._device)
             case "leave":
+                self._cleared()
                 leave()
                 self._ranks = None
         return None
@@ -279,7 +284,7 @@ class _Worker:
         trainer, data = Trainer(config, ranks, pipeline), open_data(config)
         meter = MemoryMeter(trainer, rank=ranks.pp_rank, device=ranks.device)
         seconds, losses, norms, memories = [], [], [], []
-        peak_op, outside = None, None
+        outside = None
         for step in range(num_steps + 1):
             watch = meter.watch() if step == num_steps else None
             meter.start()
@@ -290,13 +295,13 @@ class _Worker:
             else:
                 with watch:
                     result = trainer.step(step, data, watch)
-                peak_op = max(watch.ops, key=lambda op: op.peak_bytes).op
             if ranks.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
             losses.append(result.loss)
             norms.append(result.grad_norm)
             memories.append(meter.read(watch))
+        assert watch is not None, "the last step is watched"
         timed = [m for m in memories[1:] if m.peak_bytes is not None]
         peak = max((m.peak_bytes for m in timed if m.peak_bytes is not None), default=None)
         reserved = max((m.reserved_bytes or 0 for m in timed), default=0) or None
@@ -308,10 +313,24 @@ class _Worker:
             "losses": losses,
             "grad_norms": norms,
             "peak_bytes": peak,
-            "peak_op": peak_op,
+            "peak_op": max(watch.ops, key=lambda op: op.peak_bytes).op,
             "reserved_bytes": reserved,
             "slack_bytes": reserved - peak if reserved and peak else 0,
             "outside_bytes": outside,
             "resting_parameters": memories[-1].resting_parameters,
             "optimizer": memories[-1].optimizer,
+            "ops": _beside_the_ledger(config, ranks.pp_rank, watch.ops),
         }
+
+
+def _beside_the_ledger(config: Config, pp_rank: int, measured: Sequence[OpMemory]) -> list[str]:
+    """A line per computation of the last step, and one of the update: where a plan that is off
+    goes wrong."""
+    ledger = predict(config)[pp_rank]
+    planned = {moment.op: ledger.through_the_step + moment.total for moment in ledger.moments}
+    return [
+        f"{op.op}: live {op.live_bytes / 1e9:.3f}, peak {op.peak_bytes / 1e9:.3f} GB"
+        + (f", planned {planned[op.op] / 1e9:.3f}" if op.op in planned else "")
+        for op in measured
+        if op.op in planned or op.op == UPDATE
+    ]

@@ -262,6 +262,9 @@ def test_rows_of_several_layouts_run_one_after_another_and_have_what_is_planned(
         assert len(row["ranks"]) == 2
         assert len(row["losses"]) == 2
         assert len(row["step_seconds"]) == 1
+        last = row["ranks"][0]["ops"][-2:]
+        assert ", planned" in last[0]
+        assert last[1].startswith("update: live")
         assert (row["ranks"][0]["host_bytes"] > 0) == (row["knob"] == "masters")
     assert [r["pp_rank"] for r in rows["pp2, 16 tokens, off"]["ranks"]] == [0, 1]
     assert [r["pp_rank"] for r in rows["dp2, 16 tokens, off"]["ranks"]] == [0, 0]
