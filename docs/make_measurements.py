@@ -471,6 +471,62 @@ def _moe_over_ranks(record: dict[str, Any]) -> str:
     return f"## Experts over GPUs\n\n{note}\n\n" + "\n".join(parts)
 
 
+def memory(record: dict[str, Any]) -> str:
+    """Knobs that save memory, against off and against the plan, a table a case; copies; bars."""
+    cases: dict[str, list[dict[str, Any]]] = {}
+    for row in record["rows"]:
+        cases.setdefault(row["case"], []).append(row)
+    head = ("knob", "step ms", "of off", "peak GB", "planned / measured", "slack GB", "host GB")
+    parts = [
+        f"## Memory knobs, {record['model']}\n\n"
+        "Step: the slowest rank's. Peak: live tensors, rank by rank; planned by the ledger. Slack:"
+        " what the allocator held beyond the peak. A row that does not fit by the plan was not"
+        " begun.\n"
+    ]
+    for name, rows in cases.items():
+        first = rows[0]
+        about = (
+            f"{name}: {first['num_experts']} experts, {first['num_micro_batches']} micro-batches,"
+            f" {first['in_flight']} in flight, {first['optimizer']}"
+        )
+        parts.append(f"{about}\n\n{_table(head, (_knob(row, first) for row in rows))}")
+    if record["copies"]:
+        rates = ((name, _number(rate, 1)) for name, rate in record["copies"].items())
+        parts.append(_table(("copies of 1 GiB between host and device", ""), rates))
+    planned = [bar for bar in record["bars"] if "planned over measured peak" in bar["what"]]
+    others = [bar for bar in record["bars"] if bar not in planned or not bar["is_met"]]
+    lines = [
+        f"- {sum(b['is_met'] for b in planned)} of {len(planned)} peaks within 3 % of the plan"
+    ]
+    for bar in others:
+        asked = f"at most {bar['most']:g}" if bar["least"] is None else f"at least {bar['least']:g}"
+        verdict = "met" if bar["is_met"] else "MISSED"
+        lines.append(f"- {verdict}: {bar['what']}: {bar['value']:.4g}, {asked}")
+    lines += [f"- {text}" for text in record["notes"]]
+    return "\n".join([*parts, "\n".join(lines) + "\n"])
+
+
+def _knob(row: dict[str, Any], off: dict[str, Any]) -> list[str]:
+    """A row of `memory`; `off` has no step where it did not run."""
+    if why := row["failure"] or row["refused"]:
+        return [row["knob"], why.splitlines()[0], *["-"] * 5]
+    seconds = statistics.median(row["step_seconds"])
+    base = statistics.median(off["step_seconds"]) if off["step_seconds"] else None
+    peaks, ratios, slacks = [], [], []
+    for rank in row["ranks"]:
+        peak, planned = rank["peak_bytes"], row["plan"]["ranks"][rank["pp_rank"]]["peak_bytes"]
+        peaks.append(_number(peak / 1e9 if peak else None, 1))
+        ratios.append(_number(planned / peak if peak else None, 3))
+        slacks.append(_number(rank["slack_bytes"] / 1e9, 1))
+    hosts = [_number(rank["host_bytes"] / 1e9, 1) for rank in row["ranks"]]
+    return [
+        row["knob"],
+        _number(seconds * 1e3, 1),
+        _number(seconds / base if base else None, 3),
+        *map(", ".join, (peaks, ratios, slacks, hosts)),
+    ]
+
+
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
@@ -494,6 +550,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "schedules": schedules,
     "layer": layers,
     "moe": moe,
+    "memory": memory,
 }
 
 

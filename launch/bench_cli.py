@@ -101,7 +101,7 @@ def moe(*arguments: Rest) -> int:
 
 @app.command(help_flags=[])
 def memory(*arguments: Rest) -> int:
-    """Trains one rank with each knob that saves memory: peak and step time against off."""
+    """Trains with each knob that saves memory: peaks against the plan's, steps against off's."""
     return _module("bench_memory", arguments)
 
 

@@ -1,257 +1,280 @@
-"""Bench of the knobs that save memory: `python -m ppruntime.launch.bench_memory --out FILE`.
+"""Bench of the knobs that save memory: `ppruntime bench memory --out FILE`.
 
-One process trains the same pipeline rank again and again, once a knob: an order that keeps
-`--in-flight` micro-batches in flight, as the first rank of a pipeline would. For every knob the
-median step time and the peak of allocated and reserved device memory stand beside those without;
-losses tell that exact knobs are exact. A knob whose run fails, as for lack of memory, says why.
-First the copies themselves are timed, in both directions at once, while a matmul runs. On the CPU,
-for a look at the bench itself, memory is not measured.
+Trains a model on one GPU (`one`), a pipeline of several (`ppN`) or several data ranks (`dpN`),
+again and again, once a knob: step time of the slowest rank and every rank's peak of live tensors
+beside those without (`off`) and beside the plan's. A row that does not fit by the plan is not
+begun; one that fails says why, and the next goes on in new processes. First the copies themselves
+are timed, one way and both ways at once, beside a matmul.
+
+Starts a process per rank itself. The record is written after every row, and when the bench is told
+to end. On the CPU, for a look at the bench itself, torch's operations are followed instead.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
-import socket
-import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-import torch
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # see `boundaries.warm_up`
 
-from ppruntime.build import build_pipeline
-from ppruntime.config import Config, load
-from ppruntime.config.help import kernels_left_to_auto
-from ppruntime.data.batches import open_data
-from ppruntime.host_memory import HostPool, Lane, pieces
+from ppruntime.config import ConfigError
 from ppruntime.launch.command_line import command_line
-from ppruntime.launch.records import end_in_order, write_record
-from ppruntime.plan_report import report
-from ppruntime.ranks import Layout, Ranks, join, leave
-from ppruntime.trainer import Trainer
-
-_OFFLOAD = ("pp.activation_offload=true",)
-_PACED = (*_OFFLOAD, "pp.offload_paced=true")
-_SIGNS = ("optim.type=sign_sgd", "optim.clip_norm=default")
-KNOBS: Mapping[str, tuple[str, ...]] = {
-    "off": (),
-    "offload": _OFFLOAD,
-    "offload, paced": _PACED,
-    "offload, paced, one in two": (*_PACED, "pp.offload_every=2"),
-    "offload as FP8": (*_OFFLOAD, "pp.offload_target=fp8"),
-    "masters": ("pp.offload_masters=true",),
-    "masters and offload, paced": ("pp.offload_masters=true", *_PACED),
-    "SignSGD": _SIGNS,
-    "SignSGD in the backward": (*_SIGNS, "optim.apply_in_backward=true"),
-    "no recomputation": ("ac.mode=none",),
-    "no recomputation, offload, paced": ("ac.mode=none", *_PACED),
-}
-"""Name -> overrides. The first one is what the others are measured against."""
-ONE_GPU = (
-    "model.num_experts=6",
-    "ac.mode=full_moe",
-    "moe.compute.backend=triton",
-    *kernels_left_to_auto(but=("linear",)),
+from ppruntime.launch.memory_bars import Row, bars, line, notes, plan_line
+from ppruntime.launch.memory_cases import (
+    H200_BYTES,
+    KNOBS,
+    Run,
+    cases_of,
+    layout_sizes,
+    plan_of,
+    refusal,
+    runs_of,
 )
-"""What lies under the given overrides on a GPU: eight layers at full width and three micro-batches
-in flight then fit into 141 GB, by a plan of 128 GB, and take a step in seconds."""
+from ppruntime.launch.memory_worker import Training, Workers, WorkersLost
+from ppruntime.launch.records import end_in_order, write_record
+from ppruntime.launch.run_files import files_and_overrides
 
-
-@dataclass(slots=True)
-class Row:
-    """One knob. Bytes are of the device; None where they were not measured."""
-
-    knob: str
-    overrides: tuple[str, ...]
-    step_seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    predicted_bytes: int | None = None
-    """The plan's total of the rank."""
-    host_bytes: int = 0
-    failure: str = ""
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.step_seconds) if self.step_seconds else float("nan")
-
-    def text(self, off: Row) -> str:
-        """A line, with ratios to `off`."""
-        if self.failure:
-            return f"{self.knob:34} failed: {self.failure[:120]}"
-        memory = " " * 32
-        if self.peak_allocated_bytes and off.peak_allocated_bytes:
-            share = self.peak_allocated_bytes / off.peak_allocated_bytes
-            memory = f"{self.peak_allocated_bytes / 1e9:8.2f} GB {share:6.1%}"
-            memory += f" plan {(self.predicted_bytes or 0) / 1e9:7.2f} GB"
-        same = "" if self.losses == off.losses else "  other losses"
-        return (
-            f"{self.knob:34} {self.median * 1e3:9.1f} ms {self.median / off.median:6.1%}  {memory}"
-            f"  host {self.host_bytes / 1e9:6.2f} GB{same}"
-        )
+_ROW_SECONDS = 150.0
+"""Most that a row may take, with the compilation of its kernels."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--config", type=Path, default=_configs() / "v41-proxy-8.toml")
-    parser.add_argument("--only", action="append", choices=list(KNOBS), help="may be repeated")
-    parser.add_argument("--in-flight", type=int, default=3)
-    parser.add_argument("--micro-batches", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=4, help="timed steps; one comes before them")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("bench_memory: there is no CUDA device to measure", file=sys.stderr)
+    """Runs the rows; 1 if one of them failed, 2 where they cannot be run."""
+    args = _parsed(arguments)
+    try:
+        runs = _runs(args)
+    except ConfigError as error:
+        print(f"bench memory: {error}", file=sys.stderr)
         return 2
-    base = (
-        *("pp.size=1", "pp.layers_per_stage=default", "pp.schedule=async_1f1b"),
-        f"pp.warmup_step=[{options.in_flight - 1}]",
-        f"train.num_micro_batches={options.micro_batches}",
-        f"run.device={options.device}",
-        *(ONE_GPU if options.device == "cuda" else ()),
-        *options.overrides,
+    if args.plan:
+        for run in runs:
+            plan = plan_of(run.config)
+            print(plan_line(_row(run, plan, refusal(plan, args.device_bytes))))
+        return 0
+    bench = _Bench(args, runs)
+    if (missing := _missing_devices(args.device, bench.num_ranks)) is not None:
+        print(f"bench memory: {missing}", file=sys.stderr)
+        return 2
+    try:
+        bench.run()
+    except WorkersLost as error:
+        print(f"bench memory: {error}", file=sys.stderr)
+        return 2
+    finally:
+        bench.end()
+    return int(any(row["failure"] and not row["is_trial"] for row in bench.rows))
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="ppruntime bench memory", description=(__doc__ or "").partition("\n")[0]
     )
-    names = [name for name in KNOBS if not options.only or name in options.only or name == "off"]
-    rows: list[Row] = []
-    copies: dict[str, float] = {}
-    with _alone():
-        ranks = join(Layout(1, 1, 1), use_cuda=options.device == "cuda", timeout_seconds=60)
-        try:
-            copies = copy_rates(ranks.device)
-            print(*(f"{name}: {rate:.1f}" for name, rate in copies.items()), sep="\n", flush=True)
-            for name in names:
-                row = measure(name, (*base, *KNOBS[name]), options.config, ranks, options.steps)
-                rows.append(row)
-                print(row.text(rows[0]), flush=True)
-                if row.failure:
-                    print(row.failure, file=sys.stderr, flush=True)
-                _write(options.out, rows, copies)  # a run that is cut short leaves what it has
-        finally:
-            leave()
-    return int(any(row.failure for row in rows))
+    add = parser.add_argument
+    add(
+        "run",
+        nargs="*",
+        metavar="FILE or KEY=VALUE",
+        help="run files, later ones on top, and keys; no file: launch/configs/v41-proxy-8.toml",
+    )
+    add("--out", type=Path, default=Path("docs/bench/memory.json"), help="JSON file to write")
+    add("--layouts", default="one", help="one, ppN, dpN, with commas; N GPUs are needed")
+    add("--tokens", default="", help="of a micro-batch, with commas: only cases of these")
+    add("--only", action="append", choices=list(KNOBS), help="knob, may be repeated; off always")
+    add("--steps", type=int, help="timed steps of a row; default: the case's, 2 or 1")
+    add("--limit-seconds", type=float, default=400.0, help="no row is begun after this")
+    add("--try-refused", action="store_true", help="run `off` on one GPU where it cannot fit")
+    add("--plan", action="store_true", help="print the rows with their plans, and run nothing")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--device-bytes", type=float, default=H200_BYTES, help="for --plan; a run asks the device")
+    args = parser.parse_intermixed_args(arguments)
+    args.files, args.overrides = files_and_overrides(args.run)
+    args.files = args.files or [str(Path(__file__).parent / "configs" / "v41-proxy-8.toml")]
+    return args
 
 
-def measure(knob: str, overrides: tuple[str, ...], path: Path, ranks: Ranks, num_steps: int) -> Row:
-    """Trains one step untimed and `num_steps` timed ones."""
-    row = Row(knob, overrides)
-    on_gpu = ranks.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    try:
-        config = load([path], overrides)
-        row.predicted_bytes = report(config).ranks[0].total_bytes
-        _train(config, ranks, row, num_steps)
-    except (RuntimeError, ValueError) as error:  # out of memory is an answer too
-        row.failure = f"{type(error).__name__}: {error}"
-    if on_gpu:
-        row.peak_allocated_bytes = torch.cuda.max_memory_allocated()
-        row.peak_reserved_bytes = torch.cuda.max_memory_reserved()
-    gc.collect()
-    return row
+def _runs(args: argparse.Namespace) -> tuple[Run, ...]:
+    """All rows in their order. Raises ConfigError before anything starts."""
+    tokens = [int(number) for number in args.tokens.split(",") if number]
+    cases = [case for name in args.layouts.split(",") for case in cases_of(name, tokens)]
+    if not cases:
+        raise ConfigError(f"no layout has a case of --tokens {args.tokens}; 8192, 16384 and 24576")
+    return tuple(
+        run
+        for case in cases
+        for run in runs_of(
+            case, args.files, args.overrides, device=args.device, only=args.only or ()
+        )
+    )
 
 
-def _train(config: Config, ranks: Ranks, row: Row, num_steps: int) -> None:
-    pipeline = build_pipeline(config, ranks)
-    try:
-        trainer, data = Trainer(config, ranks, pipeline), open_data(config)
-        for step in range(num_steps + 1):
-            start = time.perf_counter()
-            result = trainer.step(step, data)  # ends with the loss on the host
-            seconds = time.perf_counter() - start
-            row.losses.append(result.loss)
-            if step:
-                row.step_seconds.append(seconds)
-        row.host_bytes = pipeline.host_pool.num_bytes
-    finally:
-        pipeline.transport.close()
+def _missing_devices(device: str, num_ranks: int) -> str | None:
+    """Why there are too few devices; None: there are enough."""
+    if device != "cuda":
+        return None
+    import torch
+
+    found = torch.cuda.device_count()
+    if found >= num_ranks:
+        return None
+    return f"--layouts needs {num_ranks} GPUs, there are {found}; take others, or --plan alone"
 
 
-def copy_rates(device: torch.device, *, num_bytes: int = 1 << 30) -> dict[str, float]:
-    """GB/s of copies to the host, back, and both at once, alone and while a matmul runs; and how
-    much longer the matmuls take beside them. Empty on the CPU."""
-    if device.type != "cuda":
-        return {}
-    pool = HostPool(device)
-    out, home = Lane(device), Lane(device)
-    buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    pages = [pool.take(num_bytes) for _ in buffers]
-    a = torch.randn(8192, 8192, device=device).bfloat16()
-    rates: dict[str, float] = {}
-
-    def timed(outwards: bool, homewards: bool, num_products: int) -> tuple[float, float]:
-        """Seconds until the copies and until the products are done."""
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        ends = []
-        if outwards:
-            ends.append(out.copy(pieces([buffers[0]], pages[0])))
-        if homewards:
-            ends.append(home.copy((p, b) for b, p in pieces([buffers[1]], pages[1])))
-        for _ in range(num_products):
-            _ = a @ a
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        for end in ends:
-            assert end is not None, "copies on a device end later"
-            end.synchronize()
-        copied = time.perf_counter() - start
-        done.synchronize()
-        return copied, time.perf_counter() - start
-
-    for _ in range(2):  # the first time warms up
-        alone = timed(False, False, 60)[1]
-        for beside, num_products in (("alone", 0), ("beside a matmul", 60)):
-            rates[f"GB/s to the host, {beside}"] = num_bytes / timed(True, False, num_products)[0]
-            rates[f"GB/s back, {beside}"] = num_bytes / timed(False, True, num_products)[0]
-            both = timed(True, True, num_products)
-            rates[f"GB/s both at once, each, {beside}"] = num_bytes / both[0]
-    rates = {name: rate / 1e9 for name, rate in rates.items()}
-    rates["matmuls beside both copies, % of alone"] = both[1] / alone * 100
-    return rates
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """A world of this process, unless one was started."""
-    given = dict(os.environ)
-    if "RANK" not in given:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(given)
-
-
-def _write(out: Path, rows: Sequence[Row], copies: Mapping[str, float]) -> None:
-    on_gpu = torch.cuda.is_available()
-    record = {
-        "command": command_line("memory"),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "versions": {"torch": torch.__version__},
-        "copies": copies,
-        "rows": [asdict(row) | {"median_seconds": row.median} for row in rows],
+def _row(run: Run, plan: dict[str, Any], refused: str) -> Row:
+    return {
+        "name": run.name,
+        "case": run.case_name,
+        "layout": run.case.layout,
+        "seq_len": run.config.train.seq_len,
+        "num_experts": run.config.model.dims.num_experts,
+        "num_micro_batches": run.config.train.num_micro_batches,
+        "in_flight": run.case.in_flight,
+        "optimizer": run.config.optim.type,
+        "knob": run.knob,
+        "overrides": list(run.overrides),
+        "is_exact": run.is_exact,
+        "plan": plan,
+        "refused": refused,
+        "failure": "",
+        "is_trial": False,
+        "step_seconds": [],
+        "losses": [],
+        "grad_norms": [],
+        "ranks": [],
     }
-    write_record(out, record)
 
 
-def _configs() -> Path:
-    return Path(__file__).resolve().parent / "configs"
+class _Bench:
+    """All rows, in as few processes as failures allow."""
+
+    def __init__(self, args: argparse.Namespace, runs: Sequence[Run]) -> None:
+        self.args, self.runs = args, runs
+        self.start = time.monotonic()
+        self.num_ranks = max(run.num_ranks for run in runs)
+        self.rows: list[Row] = []
+        self.copies: dict[str, float] = {}
+        self.not_run: list[str] = []
+        self.machine: dict[str, Any] = {}
+        self._workers: Workers | None = None
+        self._complete = False
+
+    def run(self) -> None:
+        """Copies, then every row that fits, then `off` where it cannot fit, if that is wanted."""
+        use_cuda = self.args.device == "cuda"
+        self.machine = self._started(use_cuda).machine
+        if use_cuda:
+            self.copies = self._started(use_cuda).copies(_ROW_SECONDS)
+            for name, rate in self.copies.items():
+                print(f"{name}: {rate:.1f}", flush=True)
+        trials = []
+        for number, run in enumerate(self.runs):
+            row = _row(run, plan := plan_of(run.config), self._refusal(plan))
+            self.rows.append(row)
+            if row["refused"] and run.num_ranks == 1 and run.knob == "off":
+                trials.append((number, run, row))
+            if not row["refused"]:
+                self._measure(number, run, row, use_cuda)
+            self._told(row)
+        if self.args.try_refused:
+            for number, run, row in trials:
+                if self._is_late():
+                    self.not_run.append(f"{row['name']}, to see it fail")
+                    continue
+                row["is_trial"], row["refused"] = True, ""
+                self._measure(len(self.runs) + number, run, row, use_cuda)
+                self._told(row)
+        self._complete = True
+
+    def end(self) -> None:
+        """Ends the processes; the record has what was measured."""
+        if self._workers is not None:
+            self._workers.end()
+        self._write()
+        if self.rows:
+            print(*bars(self.rows, self.copies), *self._notes(), sep="\n", flush=True)
+
+    def _started(self, use_cuda: bool) -> Workers:
+        if self._workers is None:
+            self._workers = Workers(self.num_ranks, use_cuda=use_cuda)
+        return self._workers
+
+    def _refusal(self, plan: dict[str, Any]) -> str:
+        """Rows that cannot fit are not begun: on all ranks alike, as nobody hears of them."""
+        num_bytes = self.machine["device_bytes"]
+        return refusal(plan, num_bytes) if num_bytes else ""
+
+    def _is_late(self) -> bool:
+        limit: float = self.args.limit_seconds
+        return time.monotonic() - self.start > limit
+
+    def _measure(self, number: int, run: Run, row: Row, use_cuda: bool) -> None:
+        if self._is_late():
+            row["refused"] = f"not run: the limit was over, {self.args.limit_seconds:g} s"
+            self.not_run.append(row["name"])
+            return
+        pp, dp = layout_sizes(run.case.layout)
+        training = Training(
+            run.name,
+            number,
+            pp,
+            dp,
+            tuple(self.args.files),
+            run.overrides,
+            self.args.steps or run.case.num_steps,
+            draw_on_device=use_cuda,  # what a CPU takes for a billion weights is ten seconds
+        )
+        begin = time.monotonic()
+        try:
+            found = self._started(use_cuda).train(training, _ROW_SECONDS)
+        except WorkersLost as error:
+            self._workers = None
+            row["failure"] = str(error)
+            return
+        finally:
+            row["seconds"] = round(time.monotonic() - begin, 1)
+        row["ranks"] = found
+        # A rank's own clock stops when its part is done: the step is over with the last one's.
+        every = zip(*(rank.pop("seconds") for rank in found), strict=True)
+        row["step_seconds"] = [max(seconds) for seconds in every][1:]
+        row["losses"], row["grad_norms"] = found[0]["losses"], found[0]["grad_norms"]
+        for rank in found:
+            alike = rank.pop("losses"), rank.pop("grad_norms")
+            assert alike == (row["losses"], row["grad_norms"]), "ranks tell different losses"
+
+    def _told(self, row: Row) -> None:
+        print(line(row, self.rows), flush=True)
+        self._write()  # a bench that is cut short leaves what it has
+
+    def _notes(self) -> Iterator[str]:
+        yield from notes(self.rows)
+        if self.not_run:
+            yield f"not run, as the limit was over: {'; '.join(self.not_run)}"
+
+    def _write(self) -> None:
+        if not self.machine:
+            return
+        record = {
+            "command": command_line("memory"),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "device": self.machine["device"],
+            "device_bytes": self.machine["device_bytes"],
+            "versions": self.machine["versions"],
+            "seconds": round(time.monotonic() - self.start, 1),
+            "complete": self._complete and not self.not_run,
+            "model": self.runs[0].config.model.name,
+            "notes": list(self._notes()),
+            "copies": self.copies,
+            "bars": [asdict(bar) for bar in bars(self.rows, self.copies)],
+            "rows": self.rows,
+        }
+        write_record(self.args.out, record)
 
 
 if __name__ == "__main__":

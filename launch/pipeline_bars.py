@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from ppruntime.launch.bars import Bar
 from ppruntime.profiling import MeasuredStep, measured_hops, planned_step, split_times
 from ppruntime.schedules.ops import Kind
 
@@ -16,24 +16,6 @@ Case = dict[str, Any]
 
 _NO_SMS = ("copy_engine", "put")
 _LOSS_BAR, _TIMELINE_BAR, _TORCH_BAR, _TORCH_LOSS_BAR, _SLOW_BAR = 1 / 3, 1.02, 1.0, 0.5, 0.9
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One thing that is asked: `value` may be at most `most`."""
-
-    what: str
-    value: float
-    most: float
-    is_met: bool
-
-    @classmethod
-    def of(cls, what: str, value: float, most: float) -> Bar:
-        return cls(what, value, most, value <= most)
-
-    def __str__(self) -> str:
-        verdict = "met" if self.is_met else "MISSED"
-        return f"{verdict:>6}: {self.what}: {self.value:.4f}, at most {self.most:.4g}"
 
 
 def cycle_seconds(step: MeasuredStep) -> float:

@@ -106,8 +106,9 @@ class Pipeline:
         return self.order.computations.stage_to_rank[-1]
 
 
-def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
+def build_pipeline(config: Config, ranks: Ranks, *, draw_on_device: bool = False) -> Pipeline:
     """Plans, builds and initialises this rank's stages and opens its channels. A collective.
+    `draw_on_device`: for benches, see `init_parameters`; runs draw alike on every device.
 
     Raises on every rank alike when ranks do not agree on the configuration, the order or a
     boundary.
@@ -136,7 +137,13 @@ def build_pipeline(config: Config, ranks: Ranks) -> Pipeline:
     dispatcher = open_dispatcher(config, ranks, timeout_seconds=config.pp.timeout_seconds / 2)
     stages = {
         s.index: build_stage(
-            config, s, ranks, experts=experts, dispatcher=dispatcher, linears=linears
+            config,
+            s,
+            ranks,
+            experts=experts,
+            dispatcher=dispatcher,
+            linears=linears,
+            draw_on_device=draw_on_device,
         )
         for s in plan
         if s.rank == ranks.pp_rank

@@ -63,6 +63,9 @@ class Ranks:
     stage_mesh: DeviceMesh | None = None
     """The ranks of this rank's stage on the axes ep and dp, in this order: a layer's experts are
     cut over ep first. None without expert parallelism: the data ranks are dp."""
+    store_prefix: str = ""
+    """Goes before the names of stores: one world can build several pipelines, one after another,
+    if each has its own, the same on all ranks."""
 
     def part(self) -> None:
         """States that this process is about to end and has said all it had to: it is not lost."""
@@ -139,7 +142,7 @@ class Ranks:
 
     def world_store(self, name: str) -> Store:
         """A store that all ranks share, under a name of its own."""
-        return PrefixStore(name, _get_default_store())
+        return PrefixStore(self.store_prefix + name, _get_default_store())
 
     def pipeline_store(self) -> Store:
         """A store that the ranks of this pipeline share and no other pipeline writes to."""

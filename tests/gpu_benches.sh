@@ -26,7 +26,7 @@ layers() {
 
 rest() {
     bench "$1" moe-experts moe
-    bench "$1" memory memory
+    bench "$1" memory memory --try-refused --limit-seconds 330
 }
 
 layers 0 &

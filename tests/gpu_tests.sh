@@ -46,6 +46,7 @@ if ((gpus > 1)); then
     group fused 0,1 $r/test_mega_moe_gpu.py -k "not trains" &
     group fused-runs 0,1 $r/test_mega_moe_gpu.py -k trains &
     group tables 0,1 $r/test_deep_ep_gpu.py $r/test_engram_gpu.py &
+    group pairs 0,1 $r/test_memory_knobs_gpu.py -k over_two_gpus &
     wait
 fi
 [ ! -s "$out/failed" ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from itertools import combinations
+from random import Random
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,36 @@ ORDERS = {
     "1f1b_w": ("pp.schedule=1f1b_w", "pp.warmup_step=[3, 1]"),
     "DualPipeV": ("pp.schedule=dualpipe_v",),
 }
+
+
+KNOBS = {
+    "offload": OFFLOAD,
+    "paced": PACED,
+    "every second": (*PACED, "pp.offload_every=2"),
+    "full": RECOMPUTED,
+    "full_moe": ("ac.mode=full_moe",),
+    "matmul": ("ac.mode=matmul",),
+    "masters": MASTERS,
+    "deferred": ORDERS["1f1b_w"],
+    "in backward": IN_BACKWARD,
+}
+"""By name; knobs of one family exclude each other."""
+_FAMILIES = (("offload", "paced", "every second"), ("full", "full_moe", "matmul"))
+
+
+def pairs_of_knobs(seed: int, number: int) -> list[tuple[str, str]]:
+    """So many pairs, in which each knob is at least once if there is room."""
+    fits = [
+        pair
+        for pair in combinations(KNOBS, 2)
+        if not any(set(pair) <= set(family) for family in _FAMILIES)
+    ]
+    Random(seed).shuffle(fits)
+    chosen: list[tuple[str, str]] = []
+    for name in KNOBS:
+        if not any(name in pair for pair in chosen):
+            chosen.append(next(p for p in fits if name in p))
+    return list(dict.fromkeys([*chosen, *fits]))[:number]
 
 
 def a_step_of_each(

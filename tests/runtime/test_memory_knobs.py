@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-from random import Random
-
 import pytest
 from memory_knobs import (
     BF16,
     IN_BACKWARD,
+    KNOBS,
     MASTERS,
     OFFLOAD,
     ORDERS,
@@ -16,6 +14,7 @@ from memory_knobs import (
     RECOMPUTED,
     SIGNS,
     a_step_of_each,
+    pairs_of_knobs,
 )
 
 CASES = {
@@ -53,36 +52,6 @@ def test_knobs_alone_and_in_pairs_have_the_bits_of_a_run_without(run_ranks):
                 assert host_bytes > 0, name
             if rank == 0 and "offload" in name:
                 assert host_bytes > 0, name
-
-
-KNOBS = {
-    "offload": OFFLOAD,
-    "paced": PACED,
-    "every second": (*PACED, "pp.offload_every=2"),
-    "full": RECOMPUTED,
-    "full_moe": ("ac.mode=full_moe",),
-    "matmul": ("ac.mode=matmul",),
-    "masters": MASTERS,
-    "deferred": ORDERS["1f1b_w"],
-    "in backward": IN_BACKWARD,
-}
-"""By name; knobs of one family exclude each other."""
-_FAMILIES = (("offload", "paced", "every second"), ("full", "full_moe", "matmul"))
-
-
-def pairs_of_knobs(seed: int, number: int) -> list[tuple[str, str]]:
-    """So many pairs, in which each knob is at least once if there is room."""
-    fits = [
-        pair
-        for pair in combinations(KNOBS, 2)
-        if not any(set(pair) <= set(family) for family in _FAMILIES)
-    ]
-    Random(seed).shuffle(fits)
-    chosen: list[tuple[str, str]] = []
-    for name in KNOBS:
-        if not any(name in pair for pair in chosen):
-            chosen.append(next(p for p in fits if name in p))
-    return list(dict.fromkeys([*chosen, *fits]))[:number]
 
 
 @pytest.mark.long

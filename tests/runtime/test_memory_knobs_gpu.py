@@ -6,11 +6,25 @@ import gc
 
 import pytest
 import torch
-from memory_knobs import BF16, IN_BACKWARD, MASTERS, OFFLOAD, PACED, SIGNS, a_step_of_each
+from memory_knobs import (
+    BF16,
+    IN_BACKWARD,
+    KNOBS,
+    MASTERS,
+    OFFLOAD,
+    ORDERS,
+    PACED,
+    RECOMPUTED,
+    SHALLOW,
+    SIGNS,
+    a_step_of_each,
+    pairs_of_knobs,
+)
+from small_runs import CONFIG, SMALL
 
 from ppruntime.activation_offload import ActivationOffload, ToFp8, ToHost
 from ppruntime.host_memory import HostPool, Lane, as_bytes, pieces, wait_for
-from ppruntime.launch.bench_memory import copy_rates
+from ppruntime.launch.copy_rates import copy_rates
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,6 +55,91 @@ def test_knobs_have_the_bits_of_a_run_without(run_ranks):
         alone = found["sign" if "sign" in name else ""]
         assert (told, weights) == alone[:2], name
         assert (host_bytes > 0) == ("offload" in name or "masters" in name), name
+
+
+def cases_of_pairs(base, order, deferred, seed):
+    """(cases, name -> the case that has the same bits): random pairs of knobs, each knob in one."""
+    cases = {"off": (*base, *order), "off, signs": (*base, *order, *SIGNS)}
+    alike = {}
+    for pair in pairs_of_knobs(seed=seed, number=9):
+        name, signs = " + ".join(pair), "in backward" in pair
+        overrides = [
+            word for knob in pair for word in (deferred if knob == "deferred" else KNOBS[knob])
+        ]
+        cases[name] = (*base, *order, *(SIGNS if signs else ()), *overrides)
+        alike[name] = "off, signs" if signs else "off"
+    return cases, alike
+
+
+def assert_alike(found, alike):
+    assert found["off"][1] != found["off, signs"][1]
+    for name, other in alike.items():
+        assert found[name][:2] == found[other][:2], name
+
+
+# (overrides of all cases, their order, the order that puts weight gradients off).
+ONE_GPU = ((*ALONE[:1], *BF16), ALONE[1:], ("pp.schedule=1f1b_w", "pp.warmup_step=[3]"))
+TWO_GPUS = {
+    "pp": (BF16, ORDERS["1f1b"], ORDERS["1f1b_w"]),
+    "dp": ONE_GPU,
+}
+
+
+def test_random_pairs_of_knobs_have_the_bits_of_a_run_without(run_ranks):
+    cases, alike = cases_of_pairs(*ONE_GPU, seed=7)
+    print(sorted(alike))
+    (found,) = run_ranks(1, a_step_of_each, cases, 1, True, timeout_seconds=300)
+    assert_alike(found, alike)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("over", TWO_GPUS)
+def test_random_pairs_of_knobs_over_two_gpus_have_the_bits_of_a_run_without(over, run_ranks):
+    cases, alike = cases_of_pairs(*TWO_GPUS[over], seed={"pp": 8, "dp": 9}[over])
+    print(sorted(alike))
+    pp, dp = (2, 1) if over == "pp" else (1, 2)
+    for found in run_ranks(2, a_step_of_each, cases, pp, True, dp, timeout_seconds=300):
+        assert_alike(found, alike)
+
+
+def held_after_steps(rank, num_steps, use_cuda):
+    """(device bytes, host bytes, host bytes in use) behind the third step and every twentieth from
+    there on, all knobs on."""
+    from ppruntime.build import build_pipeline
+    from ppruntime.config import load
+    from ppruntime.data.batches import open_data
+    from ppruntime.ranks import Layout, join, leave
+    from ppruntime.trainer import Trainer
+
+    ranks = join(Layout(1, 1, 1), use_cuda=use_cuda, timeout_seconds=60)
+    knobs = (*PACED, *MASTERS, *SIGNS, *IN_BACKWARD, *RECOMPUTED, "train.num_micro_batches=5")
+    overrides = [*SMALL, *SHALLOW, *ALONE, *BF16, *knobs, f"train.steps={num_steps}", "pp.size=1"]
+    config = load([CONFIG], overrides)
+    pipeline = build_pipeline(config, ranks)
+    trainer, data = Trainer(config, ranks, pipeline), open_data(config)
+    found = []
+    for step in range(num_steps):
+        trainer.step(step, data)
+        if step < 2 or ((step - 2) % 20 and step + 1 < num_steps):
+            continue
+        gc.collect()
+        on_device = torch.cuda.memory_allocated() if use_cuda else 0
+        found.append((on_device, pipeline.host_pool.num_bytes, pipeline.host_pool.num_bytes_used))
+    pipeline.transport.close()
+    leave()
+    return found
+
+
+def test_200_steps_with_all_knobs_hold_no_more_than_three(run_ranks):
+    (found,) = run_ranks(1, held_after_steps, 200, True, timeout_seconds=110)
+    assert len(found) == 11
+    on_device, on_host, in_use = zip(*found, strict=True)
+    assert set(in_use) == {0}
+    assert len(set(on_host)) == 1, "host memory grows from step to step"
+    assert on_host[0] > 0
+    # What is kept of the last batch differs by a few numbers from batch to batch.
+    assert max(on_device) - min(on_device) < 4096, "device memory grows from step to step"
 
 
 def layer(x, weights):
