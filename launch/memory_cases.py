@@ -29,6 +29,8 @@ _PACED = (*_OFFLOAD, "pp.offload_paced=true")
 _ONE_IN_TWO = (*_PACED, "pp.offload_every=2")
 _MASTERS = ("pp.offload_masters=true",)
 _SIGNS = ("optim.type=sign_sgd", "optim.clip_norm=default")
+_APART = ("pp.defer_weight_grads=true",)
+_TWO_AT_ONCE = ("moe.compute.fused_wgrad_micro_batches=2",)
 _IN_BACKWARD = (*_SIGNS, "optim.apply_in_backward=true")
 ONE_IN_TWO = "offload, paced, one in two"
 KNOBS: Mapping[str, tuple[str, ...]] = {
@@ -46,6 +48,9 @@ KNOBS: Mapping[str, tuple[str, ...]] = {
         "moe.compute.free_bf16_expert_weights=true",
         "moe.compute.fp8_transposed_on_demand=true",
     ),
+    "weight gradients apart": _APART,
+    "weight gradients of two": _TWO_AT_ONCE,
+    "weight gradients apart, of two": (*_APART, *_TWO_AT_ONCE),
     "no recomputation": ("ac.mode=none",),
     "no recomputation, offload, paced": ("ac.mode=none", *_PACED),
 }
