@@ -178,7 +178,7 @@ def _both_halves(
         if TURNS:
             _take_turn(WARPGROUP)
         product = warpgroup_mma(
-            left_shared.index(2 * stage), right, nothing if FORM % 2 == 0 else product, use_acc=False if FORM % 2 == 0 else never, is_async=True
+            left_shared.index(2 * stage), right, nothing if (FORM % 2 == 0 or FORM == 7) else product, use_acc=False if (FORM % 2 == 0 or FORM == 7) else never, is_async=True
         )
         if TURNS:
             give_turn(1 - WARPGROUP)
@@ -186,12 +186,15 @@ def _both_halves(
             of_rows = gl.full([64], of_left, gl.float32, layout=OF_ROWS)
         else:
             of_rows = left_scales.index(2 * stage).load(OF_ROWS)
-        product = warpgroup_mma_wait(0, deps=(product,))
+        if FORM != 7:
+            product = warpgroup_mma_wait(0, deps=(product,))
         if RIGHT_TILES:
             of_columns = gl.full([OWN], of_right, gl.float32, layout=OF_COLUMNS)
         else:
             of_columns = right_scales.index(stage).slice(FIRST, OWN).load(OF_COLUMNS)
-        if FORM == 6:
+        if FORM == 7:
+            product = warpgroup_mma_wait(0, deps=(product,))
+        if FORM >= 6:
             # Always: but the compiler does not know, and does all of it before what follows.
             if never == 0:
                 upper = gl.fma(product, of_rows[:, None] * of_columns[None, :], upper)
@@ -202,7 +205,7 @@ def _both_halves(
         if TURNS:
             _take_turn(WARPGROUP)
         product = warpgroup_mma(
-            left_shared.index(2 * stage + 1), right, nothing if FORM % 2 == 0 else product, use_acc=False if FORM % 2 == 0 else never, is_async=True
+            left_shared.index(2 * stage + 1), right, nothing if (FORM % 2 == 0 or FORM == 7) else product, use_acc=False if (FORM % 2 == 0 or FORM == 7) else never, is_async=True
         )
         if TURNS:
             give_turn(1 - WARPGROUP)

@@ -101,7 +101,7 @@ def test_no_variant_changes_a_bit(tiles):
     usual = added(start, batches)
     variants = [{"num_stages": stages} for stages in (1, 2, 3, 9)]
     variants += [{"columns": 128}, {"group": 1}]
-    variants += [{"form": f, "out": o, "turns": t} for f in (0, 1, 2, 4, 6) for o in (0, 1) for t in (False, True)]
+    variants += [{"form": f, "out": o, "turns": t} for f in (0, 1, 2, 4, 6, 7) for o in (0, 1) for t in (False, True)]
     for variant in variants:
         tile = replace(HOPPER_WEIGHT_GRAD_TILE, **variant)
         assert torch.equal(added(start, batches, tile=tile), usual), variant
