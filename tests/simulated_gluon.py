@@ -154,7 +154,9 @@ class Descriptor:
     def at(self, place: list[Any]) -> Tensor:
         """What of the box at `place` lies inside, in memory."""
         inside = []
-        for start, length, size in zip(map(int, place), self.block_shape, self.tensor.shape, strict=True):
+        for start, length, size in zip(
+            map(int, place), self.block_shape, self.tensor.shape, strict=True
+        ):
             assert 0 <= start < size, f"box at {start} of {size}"
             inside.append(slice(start, min(start + length, size)))
         return self.tensor[tuple(inside)]

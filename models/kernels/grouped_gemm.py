@@ -55,8 +55,13 @@ class Tile:
     """By the Gluon kernels of grouped_gemm_hopper.py and mega_moe_gemm_hopper.py, in tiles of 128
     rows; their programs stay."""
     form: int = 0
+    """Of a Gluon loop, candidates: 0, a half step a time, predicated where both operands have
+    scales by column; 1, that by branches; 2, both half steps written out; 3, that with the scales
+    by column read during the first product. The bits are the same."""
     turns: bool = False
+    """Whether the warpgroups of a Gluon weight gradient begin their products in turns."""
     out: int = 0
+    """1: TMA adds a Gluon weight gradient's sums, in its own time, from shared memory."""
 
 
 FORWARD_TILE = Tile()

@@ -36,8 +36,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 DATA_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
 """Of both operands in shared memory: 128 contiguous rows of a column are one swizzled line."""
-all_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 SUM_LAYOUT = gl.NVMMASharedLayout(128, 32, 2)
+"""Of sums that TMA adds."""
+all_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 SCALE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 
 
@@ -154,11 +155,12 @@ def give_turn(WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def _both_halves(
-    upper, lower, never, step, num_blocks, shared, ready, free, left_scale, right_scale,
+    upper, lower, always, step, num_blocks, shared, ready, free, left_scale, right_scale,
     left_stride, right_stride, WARPGROUP: gl.constexpr, MMA: gl.constexpr,
     LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, STAGES: gl.constexpr,
     TURNS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
+    """`add_products` with both halves of a block written out, one after the other."""
     left_shared, right_shared, left_scales, right_scales = shared
     OWN: gl.constexpr = upper.shape[1]
     FIRST: gl.constexpr = WARPGROUP * OWN
@@ -169,7 +171,6 @@ def _both_halves(
         of_left = gl.load(left_scale, mask=num_blocks > 0, other=0.0)
     if RIGHT_TILES:
         of_right = gl.load(right_scale, mask=num_blocks > 0, other=0.0)
-    product = nothing
     stage = step // 2 % STAGES
     phase = step // (2 * STAGES) & 1
     for block in range(0, num_blocks):
@@ -178,7 +179,7 @@ def _both_halves(
         if TURNS:
             _take_turn(WARPGROUP)
         product = warpgroup_mma(
-            left_shared.index(2 * stage), right, nothing if (FORM % 2 == 0 or FORM == 7) else product, use_acc=False if (FORM % 2 == 0 or FORM == 7) else never, is_async=True
+            left_shared.index(2 * stage), right, nothing, use_acc=False, is_async=True
         )
         if TURNS:
             give_turn(1 - WARPGROUP)
@@ -186,26 +187,22 @@ def _both_halves(
             of_rows = gl.full([64], of_left, gl.float32, layout=OF_ROWS)
         else:
             of_rows = left_scales.index(2 * stage).load(OF_ROWS)
-        if FORM != 7:
+        if FORM == 2:
             product = warpgroup_mma_wait(0, deps=(product,))
         if RIGHT_TILES:
             of_columns = gl.full([OWN], of_right, gl.float32, layout=OF_COLUMNS)
         else:
             of_columns = right_scales.index(stage).slice(FIRST, OWN).load(OF_COLUMNS)
-        if FORM == 7:
+        if FORM == 3:
             product = warpgroup_mma_wait(0, deps=(product,))
-        if FORM >= 6:
-            # Always: but the compiler does not know, and does all of it before what follows.
-            if never == 0:
-                upper = gl.fma(product, of_rows[:, None] * of_columns[None, :], upper)
-        else:
+        # The compiler does not know that this is always so, and does all of it before what follows:
+        # else it moved additions behind the next product, which then took other registers.
+        if always:
             upper = gl.fma(product, of_rows[:, None] * of_columns[None, :], upper)
-        if FORM == 4 or FORM == 5:
-            mbarrier.wait(ready.index(stage), phase)
         if TURNS:
             _take_turn(WARPGROUP)
         product = warpgroup_mma(
-            left_shared.index(2 * stage + 1), right, nothing if (FORM % 2 == 0 or FORM == 7) else product, use_acc=False if (FORM % 2 == 0 or FORM == 7) else never, is_async=True
+            left_shared.index(2 * stage + 1), right, nothing, use_acc=False, is_async=True
         )
         if TURNS:
             give_turn(1 - WARPGROUP)
@@ -231,14 +228,15 @@ def _both_halves(
 
 @gluon.jit
 def add_products(
-    upper, lower, never, step, num_blocks, shared, ready, free, left_scale, right_scale,
+    upper, lower, always, step, num_blocks, shared, ready, free, left_scale, right_scale,
     left_stride, right_stride, WARPGROUP: gl.constexpr, MMA: gl.constexpr,
     LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, STAGES: gl.constexpr,
     TURNS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """The sums of a warpgroup's two blocks of 64 rows with the products of so many blocks of 128
     along K added, each scaled in fp32, and the half steps done so far. Pointers to scales are used
-    where one serves a tile: of the first block, and so many apart."""
+    where one serves a tile: of the first block, and so many apart. `always` is true, which the
+    compiler must not know."""
     left_shared, right_shared, left_scales, right_scales = shared
     OWN: gl.constexpr = upper.shape[1]
     FIRST: gl.constexpr = WARPGROUP * OWN
@@ -254,7 +252,7 @@ def add_products(
         of_right = gl.load(right_scale, mask=num_blocks > 0, other=0.0)
     if FORM >= 2:
         return _both_halves(
-            upper, lower, never, step, num_blocks, shared, ready, free, left_scale, right_scale,
+            upper, lower, always, step, num_blocks, shared, ready, free, left_scale, right_scale,
             left_stride, right_stride, WARPGROUP, MMA, LEFT_TILES, RIGHT_TILES, STAGES, TURNS, FORM,
         )  # fmt: skip
     # Half a step a time: from one place in the code, all products use the same registers.
@@ -395,27 +393,24 @@ def _multiply(
             upper = gl.zeros([64, OWN], gl.float32, layout=MMA)
             lower = gl.zeros([64, OWN], gl.float32, layout=MMA)
             upper, lower, step = add_products(
-                upper, lower, first_row < 0, step, num_blocks, shared, ready, free, left_scale, right_scale,
-                A // 128, C // 128, WARPGROUP, MMA, LEFT_TILES, RIGHT_TILES, STAGES, TURNS, FORM,
+                upper, lower, first_row >= 0, step, num_blocks, shared, ready, free, left_scale,
+                right_scale, A // 128, C // 128, WARPGROUP, MMA, LEFT_TILES, RIGHT_TILES, STAGES,
+                TURNS, FORM,
             )  # fmt: skip
             if num_blocks > 0:
-              if BY_COPIES:
-                _all_added()
-                _add_by_copies(
-                    acc_ptr, expert * (0 if TURNED else A) + row,
-                    expert * (C if TURNED else 0) + column + FIRST, upper, own_sums, TURNED,
-                )
-                tma.store_wait(0)
-                _add_by_copies(
-                    acc_ptr, expert * (0 if TURNED else A) + row + 64,
-                    expert * (C if TURNED else 0) + column + FIRST, lower, own_sums, TURNED,
-                )
-              else:
-                place = _accumulator(acc_ptr, expert, row, column, A, C, TURNED)
-                # Nobody else adds there, and a thread's additions to one place keep their order.
-                gl.atomic_add(place + offsets, gl.convert_layout(upper, OUT), sem="relaxed")
-                place += 64 * ROW_STRIDE
-                gl.atomic_add(place + offsets, gl.convert_layout(lower, OUT), sem="relaxed")
+                if BY_COPIES:
+                    at_row = row if TURNED else expert * A + row
+                    at_column = (expert * C if TURNED else 0) + column + FIRST
+                    _all_added()
+                    _add_by_copies(acc_ptr, at_row, at_column, upper, own_sums, TURNED)
+                    tma.store_wait(0)
+                    _add_by_copies(acc_ptr, at_row + 64, at_column, lower, own_sums, TURNED)
+                else:
+                    place = _accumulator(acc_ptr, expert, row, column, A, C, TURNED)
+                    # Nobody else adds there, and a thread's additions to a place keep their order.
+                    gl.atomic_add(place + offsets, gl.convert_layout(upper, OUT), sem="relaxed")
+                    place += 64 * ROW_STRIDE
+                    gl.atomic_add(place + offsets, gl.convert_layout(lower, OUT), sem="relaxed")
     if BY_COPIES:
         _all_added()
 
@@ -462,7 +457,8 @@ def weight_grad_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], SCALE_LAYOUT),
     )
     if BY_COPIES:
-        sums = gl.allocate_shared_memory(gl.float32, [2] + acc_ptr.block_shape, acc_ptr.layout)
+        SHAPE: gl.constexpr = [2, 64, COLUMNS // 2] if not TURNED else [2, COLUMNS // 2, 64]
+        sums = gl.allocate_shared_memory(gl.float32, SHAPE, acc_ptr.layout)
     else:
         sums = num_tiles
     ready, free = ring(STAGES)

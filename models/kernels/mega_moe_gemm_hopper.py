@@ -216,7 +216,8 @@ def _store_rows(
 def _multiply(
     y_ptr, w_scale_ptr, expert_ptr, home_ptr, bases_ptr, offset, most_pairs, places, shared, ready,
     free, WARPGROUP: gl.constexpr, OUTS: gl.constexpr, INS: gl.constexpr,
-    COLUMNS: gl.constexpr, PUSH: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr,
+    COLUMNS: gl.constexpr, PUSH: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    FORM: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile's columns."""
     row_block_of, column_block_of = places
@@ -240,8 +241,8 @@ def _multiply(
             upper = gl.zeros([64, OWN], gl.float32, layout=MMA)
             lower = gl.zeros([64, OWN], gl.float32, layout=MMA)
             upper, lower, step = add_products(
-                upper, lower, expert < 0, step, INS // 128, shared, ready, free, w_scale, w_scale, 1, 1,
-                WARPGROUP, MMA, False, True, STAGES, True, FORM,
+                upper, lower, expert >= 0, step, INS // 128, shared, ready, free, w_scale, w_scale,
+                1, 1, WARPGROUP, MMA, False, True, STAGES, True, FORM,
             )  # fmt: skip
             _store_rows(
                 y_ptr, home_ptr, bases_ptr, offset, most_pairs, upper, row, column, OUTS, PUSH
