@@ -283,37 +283,39 @@ def add_products(
         else:
             of_rows = left_scales.index(2 * stage + half).load(OF_ROWS)
         product = warpgroup_mma_wait(0, deps=(product,))
+        # Read afterwards: there are no registers left to hold so many during the product.
+        if RIGHT_TILES:
+            of_columns = gl.full([OWN], of_right, gl.float32, layout=OF_COLUMNS)
+        elif FORM == 0:
+            of_columns = right_scales.index(stage).slice(FIRST, OWN).load(OF_COLUMNS)
         if FORM == 0 or RIGHT_TILES:
-            # Read afterwards: there are no registers left to hold so many during the product.
-            if RIGHT_TILES:
-                of_columns = gl.full([OWN], of_right, gl.float32, layout=OF_COLUMNS)
-            else:
-                of_columns = right_scales.index(stage).slice(FIRST, OWN).load(OF_COLUMNS)
             mbarrier.arrive(free.index(stage), count=1, pred=half == 1)
-            scale = of_rows[:, None] * of_columns[None, :]
-            if RIGHT_TILES:
-                # By branches, so that half of the additions are not done.
-                if half == 0:
-                    upper = gl.fma(product, scale, upper)
-                else:
-                    lower = gl.fma(product, scale, lower)
-            else:
-                # Predicated: before branches, 64 scales would need registers that are not there.
-                upper = gl.where(half == 0, gl.fma(product, scale, upper), upper)
-                lower = gl.where(half == 0, lower, gl.fma(product, scale, lower))
-        else:
-            # Read in each branch and multiplied otherwise, or the compiler makes one of both.
-            if half == 0:
-                of_columns = right_scales.index(stage).slice(FIRST, OWN).load(OF_COLUMNS)
-                upper = gl.fma(product, of_rows[:, None] * of_columns[None, :], upper)
-            else:
-                of_columns = right_scales.index(stage).slice(FIRST, OWN).load(OF_COLUMNS)
-                mbarrier.arrive(free.index(stage), count=1)
-                scale = gl.fma(of_rows[:, None], of_columns[None, :], nothing)
-                lower = gl.fma(product, scale, lower)
+        this = stage
         is_last = (half == 1) & (stage == STAGES - 1)
         phase = gl.where(is_last, 1 - phase, phase)
         stage = gl.where(is_last, 0, stage + half)
+        if FORM == 0 or RIGHT_TILES:
+            scale = of_rows[:, None] * of_columns[None, :]
+        if RIGHT_TILES:
+            # By branches, so that half of the additions are not done.
+            if half == 0:
+                upper = gl.fma(product, scale, upper)
+            else:
+                lower = gl.fma(product, scale, lower)
+        elif FORM == 0:
+            # Predicated: before branches, 64 scales would need registers that are not there.
+            upper = gl.where(half == 0, gl.fma(product, scale, upper), upper)
+            lower = gl.where(half == 0, lower, gl.fma(product, scale, lower))
+        else:
+            # Read in each branch and multiplied otherwise, or the compiler makes one of both.
+            if half == 0:
+                of_columns = right_scales.index(this).slice(FIRST, OWN).load(OF_COLUMNS)
+                upper = gl.fma(product, of_rows[:, None] * of_columns[None, :], upper)
+            else:
+                of_columns = right_scales.index(this).slice(FIRST, OWN).load(OF_COLUMNS)
+                mbarrier.arrive(free.index(this), count=1)
+                scale = gl.fma(of_rows[:, None], of_columns[None, :], nothing)
+                lower = gl.fma(product, scale, lower)
         if LEFT_TILES:
             of_left = next_left
         if RIGHT_TILES:
