@@ -148,16 +148,22 @@ class Descriptor:
     """A tensor that boxes are copied from; what lies outside is zero."""
 
     def __init__(self, described: Any) -> None:
-        self.tensor, self.box = described.base, list(described.block_shape)
+        self.tensor, self.block_shape = described.base, list(described.block_shape)
         self.dtype, self.layout = described.base.dtype, described.layout
 
-    def load(self, place: list[Any]) -> Tensor:
-        box = torch.zeros(self.box, dtype=self.dtype)
+    def at(self, place: list[Any]) -> Tensor:
+        """What of the box at `place` lies inside, in memory."""
         inside = []
-        for start, length, size in zip(map(int, place), self.box, self.tensor.shape, strict=True):
+        for start, length, size in zip(
+            map(int, place), self.block_shape, self.tensor.shape, strict=True
+        ):
             assert 0 <= start < size, f"box at {start} of {size}"
             inside.append(slice(start, min(start + length, size)))
-        found = self.tensor[tuple(inside)]
+        return self.tensor[tuple(inside)]
+
+    def load(self, place: list[Any]) -> Tensor:
+        box = torch.zeros(self.block_shape, dtype=self.dtype)
+        found = self.at(place)
         _plain(box)[tuple(slice(0, n) for n in found.shape)] = _plain(found)
         return box
 
@@ -182,6 +188,8 @@ class _Partition:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.products = _Products()
+        self.reading: list[object] = []
+        self.adding: list[object] = []
         self.is_done, self.error = False, None
         self.waits_for: Callable[[], bool] = lambda: True
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
@@ -321,6 +329,41 @@ class _Warps:
         self.arriving.append(arrive)
         self.let_go()
 
+    def add(self, target: Descriptor, place: list[Any], source: Shared) -> None:
+        """A tile added to the box at `place`: read at some time, added at some later one."""
+        part = self.partition
+        assert part is not None
+        assert source.shape == target.block_shape
+        box = target.at(place)
+        assert list(box.shape) == target.block_shape, "a box that reaches over the end"
+        this = object()
+        part.reading.append(this)
+        part.adding.append(this)
+
+        def read() -> None:
+            values = source.data.clone()
+            part.reading.remove(this)
+
+            def add() -> None:
+                box.add_(values)
+                part.adding.remove(this)
+
+            self.arriving.append(add)
+
+        self.arriving.append(read)
+        self.let_go()
+
+    def wait_reads(self, pending: int) -> None:
+        """Until but so many of the warps' tiles are read."""
+        part = self.partition
+        assert part is not None
+        self.let_go(lambda: len(part.reading) <= pending)
+
+    def wait_additions(self) -> None:
+        part = self.partition
+        assert part is not None
+        self.let_go(lambda: not part.adding)
+
 
 def _atomic_add(pointer: Pointer, value: Tensor, mask: Tensor | None = None, *, sem: str) -> None:
     indices, valid = pointer.places(mask)
@@ -421,6 +464,9 @@ class _Simulated:
             "_barrier": lambda: None,
             "_take_turn": warps.take_turn,
             "give_turn": warps.give_turn,
+            "all_threads": lambda: None,
+            "_add_from_shared": warps.add,
+            "_all_added": warps.wait_additions,
             "mbarrier": types.SimpleNamespace(
                 MBarrierLayout=lambda: None,
                 arrive=warps.arrive,
@@ -428,7 +474,9 @@ class _Simulated:
                 init=warps.init,
                 wait=warps.wait,
             ),
-            "tma": types.SimpleNamespace(async_copy_global_to_shared=warps.copy),
+            "tma": types.SimpleNamespace(
+                async_copy_global_to_shared=warps.copy, store_wait=warps.wait_reads
+            ),
             "warpgroup_mma": warps.multiply,
             "warpgroup_mma_init": lambda x: x,
             "warpgroup_mma_wait": warps.wait_products,

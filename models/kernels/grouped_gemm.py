@@ -54,6 +54,14 @@ class Tile:
     hopper: bool = False
     """By the Gluon kernels of grouped_gemm_hopper.py and mega_moe_gemm_hopper.py, in tiles of 128
     rows; their programs stay."""
+    form: int = 0
+    """Of a Gluon loop, candidates: 0, a half step a time, predicated where both operands have
+    scales by column; 1, that by branches; 2, both half steps written out; 3, that with the scales
+    by column read during the first product. The bits are the same."""
+    turns: bool = False
+    """Whether the warpgroups of a Gluon weight gradient begin their products in turns."""
+    out: int = 0
+    """1: TMA adds a Gluon weight gradient's sums, in its own time, from shared memory."""
 
 
 FORWARD_TILE = Tile()
@@ -418,9 +426,15 @@ def _launch_hopper(
     operands += [None] * (5 * (MOST_MICRO_BATCHES - len(micro_batches)))
     num_tiles = len(accumulator_EAC) * row_blocks * (right_width // columns)
     sms = gemm_sms or all_sms(accumulator_EAC)
+    target: object = accumulator_EAC
+    if tile.out:
+        box = [columns // 2, 64] if turned else [64, columns // 2]
+        target = hopper.TensorDescriptor.from_tensor(
+            accumulator_EAC.view(-1, accumulator_EAC.shape[2]), box, hopper.SUM_LAYOUT
+        )
     hopper.weight_grad_kernel[(min(num_tiles, sms),)](
-        accumulator_EAC, num_tiles, *operands,
+        target, num_tiles, *operands,
         left_width, right_width, tile.rows, columns, group, left_tiles, right_tiles,
-        len(micro_batches), turned, tile.num_stages,
+        len(micro_batches), turned, tile.num_stages, tile.turns, tile.form, tile.out,
         num_warps=tile.num_warps,
     )  # fmt: skip

@@ -23,6 +23,8 @@ from __future__ import annotations
 import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
 from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -34,6 +36,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 DATA_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
 """Of both operands in shared memory: 128 contiguous rows of a column are one swizzled line."""
+SUM_LAYOUT = gl.NVMMASharedLayout(128, 32, 2)
+"""Of sums that TMA adds."""
+all_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 SCALE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 
 
@@ -149,15 +154,89 @@ def give_turn(WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def add_products(
-    upper, lower, step, num_blocks, shared, ready, free, left_scale, right_scale,
+def _both_halves(
+    upper, lower, always, step, num_blocks, shared, ready, free, left_scale, right_scale,
     left_stride, right_stride, WARPGROUP: gl.constexpr, MMA: gl.constexpr,
     LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
+    TURNS: gl.constexpr, FORM: gl.constexpr,
+):  # fmt: skip
+    """`add_products` with both halves of a block written out, one after the other."""
+    left_shared, right_shared, left_scales, right_scales = shared
+    OWN: gl.constexpr = upper.shape[1]
+    FIRST: gl.constexpr = WARPGROUP * OWN
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
+    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, MMA)
+    nothing = gl.zeros([64, OWN], gl.float32, layout=MMA)
+    if LEFT_TILES:
+        of_left = gl.load(left_scale, mask=num_blocks > 0, other=0.0)
+    if RIGHT_TILES:
+        of_right = gl.load(right_scale, mask=num_blocks > 0, other=0.0)
+    stage = step // 2 % STAGES
+    phase = step // (2 * STAGES) & 1
+    for block in range(0, num_blocks):
+        mbarrier.wait(ready.index(stage), phase)
+        right = right_shared.index(stage).slice(FIRST, OWN).permute((1, 0))
+        if TURNS:
+            _take_turn(WARPGROUP)
+        product = warpgroup_mma(
+            left_shared.index(2 * stage), right, nothing, use_acc=False, is_async=True
+        )
+        if TURNS:
+            give_turn(1 - WARPGROUP)
+        if LEFT_TILES:
+            of_rows = gl.full([64], of_left, gl.float32, layout=OF_ROWS)
+        else:
+            of_rows = left_scales.index(2 * stage).load(OF_ROWS)
+        if FORM == 2:
+            product = warpgroup_mma_wait(0, deps=(product,))
+        if RIGHT_TILES:
+            of_columns = gl.full([OWN], of_right, gl.float32, layout=OF_COLUMNS)
+        else:
+            of_columns = right_scales.index(stage).slice(FIRST, OWN).load(OF_COLUMNS)
+        if FORM == 3:
+            product = warpgroup_mma_wait(0, deps=(product,))
+        # The compiler does not know that this is always so, and does all of it before what follows:
+        # else it moved additions behind the next product, which then took other registers.
+        if always:
+            upper = gl.fma(product, of_rows[:, None] * of_columns[None, :], upper)
+        if TURNS:
+            _take_turn(WARPGROUP)
+        product = warpgroup_mma(
+            left_shared.index(2 * stage + 1), right, nothing, use_acc=False, is_async=True
+        )
+        if TURNS:
+            give_turn(1 - WARPGROUP)
+        if not LEFT_TILES:
+            of_rows = left_scales.index(2 * stage + 1).load(OF_ROWS)
+        ahead = gl.minimum(block + 1, num_blocks - 1)
+        if LEFT_TILES:
+            next_left = gl.load(left_scale + ahead * left_stride)
+        if RIGHT_TILES:
+            next_right = gl.load(right_scale + ahead * right_stride)
+        product = warpgroup_mma_wait(0, deps=(product,))
+        mbarrier.arrive(free.index(stage), count=1)
+        lower = gl.fma(product, of_rows[:, None] * of_columns[None, :], lower)
+        if LEFT_TILES:
+            of_left = next_left
+        if RIGHT_TILES:
+            of_right = next_right
+        is_last = stage == STAGES - 1
+        phase = gl.where(is_last, 1 - phase, phase)
+        stage = gl.where(is_last, 0, stage + 1)
+    return upper, lower, step + 2 * num_blocks
+
+
+@gluon.jit
+def add_products(
+    upper, lower, always, step, num_blocks, shared, ready, free, left_scale, right_scale,
+    left_stride, right_stride, WARPGROUP: gl.constexpr, MMA: gl.constexpr,
+    LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """The sums of a warpgroup's two blocks of 64 rows with the products of so many blocks of 128
     along K added, each scaled in fp32, and the half steps done so far. Pointers to scales are used
-    where one serves a tile: of the first block, and so many apart."""
+    where one serves a tile: of the first block, and so many apart. `always` is true, which the
+    compiler must not know."""
     left_shared, right_shared, left_scales, right_scales = shared
     OWN: gl.constexpr = upper.shape[1]
     FIRST: gl.constexpr = WARPGROUP * OWN
@@ -171,6 +250,11 @@ def add_products(
         of_left = gl.load(left_scale, mask=num_blocks > 0, other=0.0)
     if RIGHT_TILES:
         of_right = gl.load(right_scale, mask=num_blocks > 0, other=0.0)
+    if FORM >= 2:
+        return _both_halves(
+            upper, lower, always, step, num_blocks, shared, ready, free, left_scale, right_scale,
+            left_stride, right_stride, WARPGROUP, MMA, LEFT_TILES, RIGHT_TILES, STAGES, TURNS, FORM,
+        )  # fmt: skip
     # Half a step a time: from one place in the code, all products use the same registers.
     # What it needs first it has from the one before: nothing is worked out in front of a product.
     stage = step // 2 % STAGES
@@ -202,23 +286,36 @@ def add_products(
         # Read afterwards: there are no registers left to hold so many during the product.
         if RIGHT_TILES:
             of_columns = gl.full([OWN], of_right, gl.float32, layout=OF_COLUMNS)
-        else:
+        elif FORM == 0:
             of_columns = right_scales.index(stage).slice(FIRST, OWN).load(OF_COLUMNS)
-        mbarrier.arrive(free.index(stage), count=1, pred=half == 1)
+        if FORM == 0 or RIGHT_TILES:
+            mbarrier.arrive(free.index(stage), count=1, pred=half == 1)
+        this = stage
         is_last = (half == 1) & (stage == STAGES - 1)
         phase = gl.where(is_last, 1 - phase, phase)
         stage = gl.where(is_last, 0, stage + half)
-        scale = of_rows[:, None] * of_columns[None, :]
+        if FORM == 0 or RIGHT_TILES:
+            scale = of_rows[:, None] * of_columns[None, :]
         if RIGHT_TILES:
             # By branches, so that half of the additions are not done.
             if half == 0:
                 upper = gl.fma(product, scale, upper)
             else:
                 lower = gl.fma(product, scale, lower)
-        else:
+        elif FORM == 0:
             # Predicated: before branches, 64 scales would need registers that are not there.
             upper = gl.where(half == 0, gl.fma(product, scale, upper), upper)
             lower = gl.where(half == 0, lower, gl.fma(product, scale, lower))
+        else:
+            # Read in each branch and multiplied otherwise, or the compiler makes one of both.
+            if half == 0:
+                of_columns = right_scales.index(this).slice(FIRST, OWN).load(OF_COLUMNS)
+                upper = gl.fma(product, of_rows[:, None] * of_columns[None, :], upper)
+            else:
+                of_columns = right_scales.index(this).slice(FIRST, OWN).load(OF_COLUMNS)
+                mbarrier.arrive(free.index(this), count=1)
+                scale = gl.fma(of_rows[:, None], of_columns[None, :], nothing)
+                lower = gl.fma(product, scale, lower)
         if LEFT_TILES:
             of_left = next_left
         if RIGHT_TILES:
@@ -226,12 +323,45 @@ def add_products(
     return upper, lower, step + 2 * num_blocks
 
 
+@builtin
+def _add_from_shared(target, place, source, _semantic=None):
+    """TMA adds a tile in shared memory to the box of `target` at `place`, in its own time."""
+    place = _semantic._convert_to_ir_values(place, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, target.handle, place, source.handle
+    )
+
+
+@gluon.jit
+def _all_added():
+    """Waits until the thread's additions by TMA are done, not only read: their order is then that
+    of the micro-batches."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _add_by_copies(acc, row, column, x, sums, TURNED: gl.constexpr):
+    all_threads()  # whoever issued the last copy has waited for it
+    if TURNED:
+        sums.permute((1, 0)).store(x)
+        fence_async_shared()
+        _add_from_shared(acc, [column, row], sums)
+    else:
+        sums.store(x)
+        fence_async_shared()
+        _add_from_shared(acc, [row, column], sums)
+
+
 @gluon.jit
 def _multiply(
-    acc_ptr, operands, starts, shared, ready, free, num_tiles, WARPGROUP: gl.constexpr,
+    acc_ptr, sums, operands, starts, shared, ready, free, num_tiles, WARPGROUP: gl.constexpr,
     A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     GROUP: gl.constexpr, LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, NUM: gl.constexpr,
-    TURNED: gl.constexpr, STAGES: gl.constexpr,
+    TURNED: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, FORM: gl.constexpr,
+    BY_COPIES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile's columns."""
     OWN: gl.constexpr = COLUMNS // 2
@@ -239,12 +369,16 @@ def _multiply(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 32])
     ROW_STRIDE: gl.constexpr = 1 if TURNED else C
     COLUMN_STRIDE: gl.constexpr = A if TURNED else 1
+    if BY_COPIES:
+        own_sums = sums.index(WARPGROUP)
     # As products lie in registers, an instruction would touch eight rows, 32 bytes of each, and
     # take as long as for eight whole lines.
     OUT: gl.constexpr = MMA if TURNED else whole_lines(OWN, 4)
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     columns = FIRST + gl.arange(0, OWN, layout=gl.SliceLayout(0, OUT))
     offsets = rows[:, None] * ROW_STRIDE + columns[None, :] * COLUMN_STRIDE
+    if TURNS and WARPGROUP == 1:
+        give_turn(0)  # it begins
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         expert, row, column = _place(tile, A, C, ROWS, COLUMNS, GROUP)
@@ -261,15 +395,26 @@ def _multiply(
             upper = gl.zeros([64, OWN], gl.float32, layout=MMA)
             lower = gl.zeros([64, OWN], gl.float32, layout=MMA)
             upper, lower, step = add_products(
-                upper, lower, step, num_blocks, shared, ready, free, left_scale, right_scale,
-                A // 128, C // 128, WARPGROUP, MMA, LEFT_TILES, RIGHT_TILES, STAGES, False,
+                upper, lower, first_row >= 0, step, num_blocks, shared, ready, free, left_scale,
+                right_scale, A // 128, C // 128, WARPGROUP, MMA, LEFT_TILES, RIGHT_TILES, STAGES,
+                TURNS, FORM,
             )  # fmt: skip
             if num_blocks > 0:
-                place = _accumulator(acc_ptr, expert, row, column, A, C, TURNED)
-                # Nobody else adds there, and a thread's additions to one place keep their order.
-                gl.atomic_add(place + offsets, gl.convert_layout(upper, OUT), sem="relaxed")
-                place += 64 * ROW_STRIDE
-                gl.atomic_add(place + offsets, gl.convert_layout(lower, OUT), sem="relaxed")
+                if BY_COPIES:
+                    at_row = row if TURNED else expert * A + row
+                    at_column = (expert * C if TURNED else 0) + column + FIRST
+                    _all_added()
+                    _add_by_copies(acc_ptr, at_row, at_column, upper, own_sums, TURNED)
+                    tma.store_wait(0)
+                    _add_by_copies(acc_ptr, at_row + 64, at_column, lower, own_sums, TURNED)
+                else:
+                    place = _accumulator(acc_ptr, expert, row, column, A, C, TURNED)
+                    # Nobody else adds there, and a thread's additions to a place keep their order.
+                    gl.atomic_add(place + offsets, gl.convert_layout(upper, OUT), sem="relaxed")
+                    place += 64 * ROW_STRIDE
+                    gl.atomic_add(place + offsets, gl.convert_layout(lower, OUT), sem="relaxed")
+    if BY_COPIES:
+        _all_added()
 
 
 @gluon.jit
@@ -294,7 +439,8 @@ def weight_grad_kernel(
     left3, right3, left_scale3, right_scale3, start3,
     A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     GROUP: gl.constexpr, LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, NUM: gl.constexpr,
-    TURNED: gl.constexpr, STAGES: gl.constexpr,
+    TURNED: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, FORM: gl.constexpr,
+    BY_COPIES: gl.constexpr,
 ):  # fmt: skip
     """`grouped_gemm._grouped_weight_grad`; any number of programs share the tiles.
 
@@ -312,16 +458,23 @@ def weight_grad_kernel(
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], SCALE_LAYOUT),
         gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], SCALE_LAYOUT),
     )
+    if BY_COPIES:
+        SHAPE: gl.constexpr = [2, 64, COLUMNS // 2] if not TURNED else [2, COLUMNS // 2, 64]
+        sums = gl.allocate_shared_memory(gl.float32, SHAPE, acc_ptr.layout)
+    else:
+        sums = num_tiles
     ready, free = ring(STAGES)
     gl.warp_specialize(
         [
             (_multiply, (
-                acc_ptr, operands, starts, shared, ready, free, num_tiles, 0, A, C, ROWS,
+                acc_ptr, sums, operands, starts, shared, ready, free, num_tiles, 0, A, C, ROWS,
                 COLUMNS, GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, STAGES,
+                TURNS, FORM, BY_COPIES,
             )),
             (_multiply, (
-                acc_ptr, operands, starts, shared, ready, free, num_tiles, 1, A, C, ROWS,
+                acc_ptr, sums, operands, starts, shared, ready, free, num_tiles, 1, A, C, ROWS,
                 COLUMNS, GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, STAGES,
+                TURNS, FORM, BY_COPIES,
             )),
             (_copy, (
                 operands, starts, shared, ready, free, num_tiles, A, C, ROWS, COLUMNS, GROUP,

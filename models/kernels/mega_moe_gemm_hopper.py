@@ -217,6 +217,7 @@ def _multiply(
     y_ptr, w_scale_ptr, expert_ptr, home_ptr, bases_ptr, offset, most_pairs, places, shared, ready,
     free, WARPGROUP: gl.constexpr, OUTS: gl.constexpr, INS: gl.constexpr,
     COLUMNS: gl.constexpr, PUSH: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    FORM: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile's columns."""
     row_block_of, column_block_of = places
@@ -240,8 +241,8 @@ def _multiply(
             upper = gl.zeros([64, OWN], gl.float32, layout=MMA)
             lower = gl.zeros([64, OWN], gl.float32, layout=MMA)
             upper, lower, step = add_products(
-                upper, lower, step, INS // 128, shared, ready, free, w_scale, w_scale, 1, 1,
-                WARPGROUP, MMA, False, True, STAGES, True,
+                upper, lower, expert >= 0, step, INS // 128, shared, ready, free, w_scale, w_scale,
+                1, 1, WARPGROUP, MMA, False, True, STAGES, True, FORM,
             )  # fmt: skip
             _store_rows(
                 y_ptr, home_ptr, bases_ptr, offset, most_pairs, upper, row, column, OUTS, PUSH
@@ -257,7 +258,7 @@ def gemm_kernel(
     flag_ptr, ticket_ptr, error_ptr, limit, late, home_ptr, bases_ptr, offset, most_pairs, helps,
     OUTS: gl.constexpr, INS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
     PARTS: gl.constexpr, WAIT: gl.constexpr, PUSH: gl.constexpr, DRAWS: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """`mega_moe_gemm.mega_gemm` in FP8; any number of programs share the tiles.
 
@@ -282,11 +283,11 @@ def gemm_kernel(
         [
             (_multiply, (
                 y_ptr, w_scale_ptr, expert_ptr, home_ptr, bases_ptr, offset, most_pairs, places,
-                shared, ready, free, 0, OUTS, INS, COLUMNS, PUSH, STAGES, SLOTS,
+                shared, ready, free, 0, OUTS, INS, COLUMNS, PUSH, STAGES, SLOTS, FORM,
             )),
             (_multiply, (
                 y_ptr, w_scale_ptr, expert_ptr, home_ptr, bases_ptr, offset, most_pairs, places,
-                shared, ready, free, 1, OUTS, INS, COLUMNS, PUSH, STAGES, SLOTS,
+                shared, ready, free, 1, OUTS, INS, COLUMNS, PUSH, STAGES, SLOTS, FORM,
             )),
             (_give, (
                 x_desc, w_desc, x_scale_desc, expert_ptr, start_ptr, L, R, flag_ptr, ticket_ptr,
@@ -331,6 +332,6 @@ def launch(
         homes.home_R if homes else None, homes.peers.bases_P if homes else None,
         homes.offset if homes else 0, homes.most_pairs if homes else 1, helps,
         outs, ins, columns, tile.group, PARTS,
-        ready is not None, homes is not None, ticket_1 is not None, tile.num_stages,
+        ready is not None, homes is not None, ticket_1 is not None, tile.num_stages, tile.form,
         num_warps=tile.num_warps,
     )  # fmt: skip

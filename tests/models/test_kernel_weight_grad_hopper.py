@@ -1,5 +1,6 @@
 """The Gluon kernel of the experts' weight gradients, simulated, against the Triton kernel."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -101,6 +102,8 @@ def test_no_variant_changes_a_bit(tiles):
     usual = added(start, batches)
     variants = [{"num_stages": stages} for stages in (1, 2, 3, 9)]
     variants += [{"columns": 128}, {"group": 1}]
+    forms = itertools.product(range(4), (0, 1), (False, True))
+    variants += [{"form": form, "out": out, "turns": turns} for form, out, turns in forms]
     for variant in variants:
         tile = replace(HOPPER_WEIGHT_GRAD_TILE, **variant)
         assert torch.equal(added(start, batches, tile=tile), usual), variant
