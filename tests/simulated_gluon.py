@@ -7,7 +7,8 @@ arrive only when they are waited for, and until then the target holds NaN; so do
 reads its operands as late.
 
 Specialised warps take turns at every barrier and copy, in an order drawn by chance: what their
-mbarriers do not order happens in any order, and where none can go on the launch fails.
+mbarriers do not order happens in any order, and where none can go on the launch fails. What TMA adds
+to memory it reads, and then adds, at any times before they are waited for.
 """
 
 from __future__ import annotations
@@ -360,6 +361,7 @@ class _Warps:
         self.let_go(lambda: len(part.reading) <= pending)
 
     def wait_additions(self) -> None:
+        """Until all of the warps' tiles are added."""
         part = self.partition
         assert part is not None
         self.let_go(lambda: not part.adding)

@@ -54,14 +54,6 @@ class Tile:
     hopper: bool = False
     """By the Gluon kernels of grouped_gemm_hopper.py and mega_moe_gemm_hopper.py, in tiles of 128
     rows; their programs stay."""
-    form: int = 0
-    """Of a Gluon loop, candidates: 0, a half step a time, predicated where both operands have
-    scales by column; 1, that by branches; 2, both half steps written out; 3, that with the scales
-    by column read during the first product. The bits are the same."""
-    turns: bool = False
-    """Whether the warpgroups of a Gluon weight gradient begin their products in turns."""
-    out: int = 0
-    """1: TMA adds a Gluon weight gradient's sums, in its own time, from shared memory."""
 
 
 FORWARD_TILE = Tile()
@@ -338,6 +330,9 @@ def _grouped_weight_grad(
 
 MOST_MICRO_BATCHES = 4
 """Micro-batches that one launch adds at most."""
+_ALIGNED_BYTES = 16
+"""Where TMA's tensors begin. Asked of accumulators wherever they are added to, so that a run fails
+on its first micro-batch and on every device."""
 
 
 def grouped_weight_grad(
@@ -352,11 +347,19 @@ def grouped_weight_grad(
     One launch for up to `MOST_MICRO_BATCHES` reads and writes the accumulator's memory once. The
     bits are those of one launch per micro-batch, and do not depend on `gemm_sms`; nor on the tile,
     but that the second-level cache, where it adds, takes subnormal numbers for zero.
+
+    Raises ValueError for an accumulator whose memory does not begin at a multiple of 16 bytes.
     """
     num, left_width, right_width = accumulator_EAC.shape
     assert 1 <= len(micro_batches) <= MOST_MICRO_BATCHES, len(micro_batches)
     assert accumulator_EAC.dtype is torch.float32, accumulator_EAC.dtype
     assert accumulator_EAC.is_contiguous(), accumulator_EAC.stride()
+    if beyond := accumulator_EAC.data_ptr() % _ALIGNED_BYTES:
+        raise ValueError(
+            f"a weight gradient of shape {tuple(accumulator_EAC.shape)} begins {beyond} bytes "
+            f"after a multiple of {_ALIGNED_BYTES}, where TMA cannot add to it; make it a tensor "
+            "of its own, or let its part of a larger one begin at a multiple of four elements"
+        )
     for left, right, _ in micro_batches:
         assert left.data.is_contiguous(), "columns by blocks"
         assert right.data.is_contiguous(), "columns by blocks"
@@ -397,6 +400,27 @@ def grouped_weight_grad(
     )  # fmt: skip
 
 
+def adds_by_tma(num: int, turned: bool, with_tiles: bool) -> bool:
+    """Whether TMA adds the Gluon kernel's sums of so many micro-batches to the accumulator, through
+    shared memory, and not the warps from registers. Numeric class: bitwise.
+
+    `turned`: left and right are exchanged, the accumulator is not; `with_tiles`: scales of at least
+    one side are tiles. By time alone: TMA works while the warpgroup is at its next products, but
+    the sums pass through shared memory first, and each micro-batch waits until those before are
+    added. From registers they go in part lines where turned.
+
+    TFLOP/s from registers and by TMA (H200, a sweep without a record):
+
+        by column                 W2    n = 1   681   589
+        by column                 W2    n = 2   729   771
+        by column                 W2    n = 4   711   792
+        by column                 W13   n = 2   655   709
+        with tiles, turned        W2    n = 2   756   838
+        with tiles, not turned    W13   n = 2   836   791
+    """
+    return num >= 2 and (turned or not with_tiles)
+
+
 def _launch_hopper(
     accumulator_EAC: Tensor,
     micro_batches: Sequence[WeightGradOperands],
@@ -426,15 +450,13 @@ def _launch_hopper(
     operands += [None] * (5 * (MOST_MICRO_BATCHES - len(micro_batches)))
     num_tiles = len(accumulator_EAC) * row_blocks * (right_width // columns)
     sms = gemm_sms or all_sms(accumulator_EAC)
+    by_tma = adds_by_tma(len(micro_batches), turned, left_tiles or right_tiles)
     target: object = accumulator_EAC
-    if tile.out:
-        box = [columns // 2, 64] if turned else [64, columns // 2]
-        target = hopper.TensorDescriptor.from_tensor(
-            accumulator_EAC.view(-1, accumulator_EAC.shape[2]), box, hopper.SUM_LAYOUT
-        )
+    if by_tma:
+        target = hopper.sums_descriptor(accumulator_EAC, columns, turned)
     hopper.weight_grad_kernel[(min(num_tiles, sms),)](
         target, num_tiles, *operands,
         left_width, right_width, tile.rows, columns, group, left_tiles, right_tiles,
-        len(micro_batches), turned, tile.num_stages, tile.turns, tile.form, tile.out,
+        len(micro_batches), turned, by_tma, tile.num_stages,
         num_warps=tile.num_warps,
     )  # fmt: skip

@@ -10,12 +10,19 @@ so three groups of warps work side by side:
     multiply    two warpgroups: one half of the tile's columns each, 128 x 128, as two products of
                 64 x 128 a step, so that the product on its way takes 64 registers beside 128 sums
 
-While one warpgroup scales and adds a product, the tensor cores have the other's. The second-level
-cache adds the sums to memory (`red`), whole lines at a time: nothing waits for what was there, but
-a sum that is subnormal becomes zero. The copies go on meanwhile, over the ends of tiles.
+While one warpgroup scales and adds a product, the tensor cores have the other's. `add_products` is
+that step, which mega_moe_gemm_hopper.py takes too.
+
+The second-level cache adds a tile's sums to memory: nothing waits for what was there, but a sum
+that is subnormal becomes zero. They go there from registers (`red`), whole lines at a time where
+the accumulator is not turned, or through shared memory by TMA, which adds them while the
+warpgroup is at its next products; `grouped_gemm.adds_by_tma` says which. Either way each place
+gets the micro-batches' sums one after the other, and the bits are the same. The copies go on
+meanwhile, over the ends of tiles.
 
 Gluon has no interpreter: this runs on a GPU only; tests/simulated_gluon.py runs what it computes,
-its warps in any order that the barriers allow. docs/bench/moe-experts.json has its times.
+its warps and TMA's additions in any order that barriers and waits allow.
+docs/bench/moe-experts.json has its times.
 """
 
 from __future__ import annotations
@@ -36,10 +43,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 DATA_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
 """Of both operands in shared memory: 128 contiguous rows of a column are one swizzled line."""
-SUM_LAYOUT = gl.NVMMASharedLayout(128, 32, 2)
-"""Of sums that TMA adds."""
-all_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 SCALE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
+SUM_LAYOUT = gl.NVMMASharedLayout(128, 32, 2)
+"""Of sums in shared memory, for TMA."""
+all_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+"""Triton 3.6's and 3.7's name of one thing: the warpgroup's threads wait for each other."""
 
 
 def descriptor(x: Tensor, box: int) -> TensorDescriptor:
@@ -48,6 +56,14 @@ def descriptor(x: Tensor, box: int) -> TensorDescriptor:
     if x.dim() == 1:
         return TensorDescriptor.from_tensor(x, [box], SCALE_LAYOUT.value)
     return TensorDescriptor.from_tensor(x, [box, 128], DATA_LAYOUT)
+
+
+def sums_descriptor(accumulator_EAC: Tensor, columns: int, turned: bool) -> TensorDescriptor:
+    """Of the accumulator, one expert's rows after the other's: TMA adds boxes of what a warpgroup
+    has of a product, 64 rows by half of a tile's `columns`, or if turned the other way round."""
+    box = [columns // 2, 64] if turned else [64, columns // 2]
+    flat = accumulator_EAC.view(-1, accumulator_EAC.shape[2])
+    return TensorDescriptor.from_tensor(flat, box, SUM_LAYOUT)
 
 
 @gluon.jit
@@ -154,25 +170,39 @@ def give_turn(WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def _both_halves(
+def add_products(
     upper, lower, always, step, num_blocks, shared, ready, free, left_scale, right_scale,
     left_stride, right_stride, WARPGROUP: gl.constexpr, MMA: gl.constexpr,
     LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, FORM: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
-    """`add_products` with both halves of a block written out, one after the other."""
+    """The sums of a warpgroup's two blocks of 64 rows with the products of so many blocks of 128
+    along K added, each scaled in fp32, and the steps done so far, one a block. Pointers to scales
+    are used where one serves a tile: of the first block, and so many apart. `always` is true, which
+    the compiler must not know. With TURNS the warpgroups begin their products in turns.
+
+    Both halves of a block are written out. One body for either would have to choose its sums: by
+    branches, before which 64 scales by column find no registers, or by predicates, which issue
+    every addition twice. W2 by column at n = 2: 621 TFLOP/s predicated, 672 by branches, 729 so;
+    L1 1,225 by branches, 1,312 so (H200, a sweep without a record).
+    """
     left_shared, right_shared, left_scales, right_scales = shared
     OWN: gl.constexpr = upper.shape[1]
     FIRST: gl.constexpr = WARPGROUP * OWN
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
     OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, MMA)
     nothing = gl.zeros([64, OWN], gl.float32, layout=MMA)
+    # One scale of a whole tile comes straight from memory, half a step or more ahead of its
+    # product: copies of 128 bytes that begin anywhere, and reach over the end of all scales, were
+    # an illegal instruction on an H200.
     if LEFT_TILES:
         of_left = gl.load(left_scale, mask=num_blocks > 0, other=0.0)
     if RIGHT_TILES:
         of_right = gl.load(right_scale, mask=num_blocks > 0, other=0.0)
-    stage = step // 2 % STAGES
-    phase = step // (2 * STAGES) & 1
+    # Where a step's operands lie it has from the one before: nothing is worked out in front of a
+    # product.
+    stage = step % STAGES
+    phase = step // STAGES & 1
     for block in range(0, num_blocks):
         mbarrier.wait(ready.index(stage), phase)
         right = right_shared.index(stage).slice(FIRST, OWN).permute((1, 0))
@@ -183,20 +213,19 @@ def _both_halves(
         )
         if TURNS:
             give_turn(1 - WARPGROUP)
+        # Read while the tensor cores are at the product; the columns' serve both halves.
         if LEFT_TILES:
             of_rows = gl.full([64], of_left, gl.float32, layout=OF_ROWS)
         else:
             of_rows = left_scales.index(2 * stage).load(OF_ROWS)
-        if FORM == 2:
-            product = warpgroup_mma_wait(0, deps=(product,))
         if RIGHT_TILES:
             of_columns = gl.full([OWN], of_right, gl.float32, layout=OF_COLUMNS)
         else:
             of_columns = right_scales.index(stage).slice(FIRST, OWN).load(OF_COLUMNS)
-        if FORM == 3:
-            product = warpgroup_mma_wait(0, deps=(product,))
-        # The compiler does not know that this is always so, and does all of it before what follows:
-        # else it moved additions behind the next product, which then took other registers.
+        product = warpgroup_mma_wait(0, deps=(product,))
+        # As a branch a block of its own, which is done before what follows: else ptxas 12.8 moved
+        # some additions behind the second product, which then needed registers of its own, and
+        # sums from one to the other in every step.
         if always:
             upper = gl.fma(product, of_rows[:, None] * of_columns[None, :], upper)
         if TURNS:
@@ -214,6 +243,7 @@ def _both_halves(
         if RIGHT_TILES:
             next_right = gl.load(right_scale + ahead * right_stride)
         product = warpgroup_mma_wait(0, deps=(product,))
+        # All of the stage is in registers now.
         mbarrier.arrive(free.index(stage), count=1)
         lower = gl.fma(product, of_rows[:, None] * of_columns[None, :], lower)
         if LEFT_TILES:
@@ -223,109 +253,13 @@ def _both_halves(
         is_last = stage == STAGES - 1
         phase = gl.where(is_last, 1 - phase, phase)
         stage = gl.where(is_last, 0, stage + 1)
-    return upper, lower, step + 2 * num_blocks
-
-
-@gluon.jit
-def add_products(
-    upper, lower, always, step, num_blocks, shared, ready, free, left_scale, right_scale,
-    left_stride, right_stride, WARPGROUP: gl.constexpr, MMA: gl.constexpr,
-    LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, FORM: gl.constexpr,
-):  # fmt: skip
-    """The sums of a warpgroup's two blocks of 64 rows with the products of so many blocks of 128
-    along K added, each scaled in fp32, and the half steps done so far. Pointers to scales are used
-    where one serves a tile: of the first block, and so many apart. `always` is true, which the
-    compiler must not know."""
-    left_shared, right_shared, left_scales, right_scales = shared
-    OWN: gl.constexpr = upper.shape[1]
-    FIRST: gl.constexpr = WARPGROUP * OWN
-    OF_ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
-    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, MMA)
-    nothing = gl.zeros([64, OWN], gl.float32, layout=MMA)
-    # One scale of a whole tile comes straight from memory, half a step ahead of its product: copies
-    # of 128 bytes that begin anywhere, and reach over the end of all scales, were an illegal
-    # instruction on an H200.
-    if LEFT_TILES:
-        of_left = gl.load(left_scale, mask=num_blocks > 0, other=0.0)
-    if RIGHT_TILES:
-        of_right = gl.load(right_scale, mask=num_blocks > 0, other=0.0)
-    if FORM >= 2:
-        return _both_halves(
-            upper, lower, always, step, num_blocks, shared, ready, free, left_scale, right_scale,
-            left_stride, right_stride, WARPGROUP, MMA, LEFT_TILES, RIGHT_TILES, STAGES, TURNS, FORM,
-        )  # fmt: skip
-    # Half a step a time: from one place in the code, all products use the same registers.
-    # What it needs first it has from the one before: nothing is worked out in front of a product.
-    stage = step // 2 % STAGES
-    phase = step // (2 * STAGES) & 1
-    for half_block in range(0, 2 * num_blocks):
-        half = half_block % 2
-        mbarrier.wait(ready.index(stage), phase)
-        if TURNS:
-            _take_turn(WARPGROUP)
-        product = warpgroup_mma(
-            left_shared.index(2 * stage + half),
-            right_shared.index(stage).slice(FIRST, OWN).permute((1, 0)),
-            nothing,
-            use_acc=False,
-            is_async=True,
-        )
-        if TURNS:
-            give_turn(1 - WARPGROUP)
-        ahead = gl.minimum((half_block + 1) // 2, num_blocks - 1)
-        if LEFT_TILES:
-            next_left = gl.load(left_scale + ahead * left_stride)
-        if RIGHT_TILES:
-            next_right = gl.load(right_scale + ahead * right_stride)
-        if LEFT_TILES:
-            of_rows = gl.full([64], of_left, gl.float32, layout=OF_ROWS)
-        else:
-            of_rows = left_scales.index(2 * stage + half).load(OF_ROWS)
-        product = warpgroup_mma_wait(0, deps=(product,))
-        # Read afterwards: there are no registers left to hold so many during the product.
-        if RIGHT_TILES:
-            of_columns = gl.full([OWN], of_right, gl.float32, layout=OF_COLUMNS)
-        elif FORM == 0:
-            of_columns = right_scales.index(stage).slice(FIRST, OWN).load(OF_COLUMNS)
-        if FORM == 0 or RIGHT_TILES:
-            mbarrier.arrive(free.index(stage), count=1, pred=half == 1)
-        this = stage
-        is_last = (half == 1) & (stage == STAGES - 1)
-        phase = gl.where(is_last, 1 - phase, phase)
-        stage = gl.where(is_last, 0, stage + half)
-        if FORM == 0 or RIGHT_TILES:
-            scale = of_rows[:, None] * of_columns[None, :]
-        if RIGHT_TILES:
-            # By branches, so that half of the additions are not done.
-            if half == 0:
-                upper = gl.fma(product, scale, upper)
-            else:
-                lower = gl.fma(product, scale, lower)
-        elif FORM == 0:
-            # Predicated: before branches, 64 scales would need registers that are not there.
-            upper = gl.where(half == 0, gl.fma(product, scale, upper), upper)
-            lower = gl.where(half == 0, lower, gl.fma(product, scale, lower))
-        else:
-            # Read in each branch and multiplied otherwise, or the compiler makes one of both.
-            if half == 0:
-                of_columns = right_scales.index(this).slice(FIRST, OWN).load(OF_COLUMNS)
-                upper = gl.fma(product, of_rows[:, None] * of_columns[None, :], upper)
-            else:
-                of_columns = right_scales.index(this).slice(FIRST, OWN).load(OF_COLUMNS)
-                mbarrier.arrive(free.index(this), count=1)
-                scale = gl.fma(of_rows[:, None], of_columns[None, :], nothing)
-                lower = gl.fma(product, scale, lower)
-        if LEFT_TILES:
-            of_left = next_left
-        if RIGHT_TILES:
-            of_right = next_right
-    return upper, lower, step + 2 * num_blocks
+    return upper, lower, step + num_blocks
 
 
 @builtin
 def _add_from_shared(target, place, source, _semantic=None):
-    """TMA adds a tile in shared memory to the box of `target` at `place`, in its own time."""
+    """TMA adds a tile in shared memory to the box of `target` at `place`, in its own time. Gluon
+    has no name for it, its builder has."""
     place = _semantic._convert_to_ir_values(place, require_i64=False)
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, target.handle, place, source.handle
@@ -334,8 +268,8 @@ def _add_from_shared(target, place, source, _semantic=None):
 
 @gluon.jit
 def _all_added():
-    """Waits until the thread's additions by TMA are done, not only read: their order is then that
-    of the micro-batches."""
+    """Waits until the thread's additions by TMA are done. `tma.store_wait` waits until they are
+    read; those of two micro-batches could then still change places."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
         pack=1,
@@ -343,25 +277,26 @@ def _all_added():
 
 
 @gluon.jit
-def _add_by_copies(acc, row, column, x, sums, TURNED: gl.constexpr):
-    all_threads()  # whoever issued the last copy has waited for it
+def _begin_adding(target, row, column, x, sums, TURNED: gl.constexpr):
+    """Lets TMA add x to the accumulator, by way of `sums`. What was there is read: the thread that
+    issued that addition has waited, and the others do for it."""
+    all_threads()
     if TURNED:
         sums.permute((1, 0)).store(x)
         fence_async_shared()
-        _add_from_shared(acc, [column, row], sums)
+        _add_from_shared(target, [column, row], sums)
     else:
         sums.store(x)
         fence_async_shared()
-        _add_from_shared(acc, [row, column], sums)
+        _add_from_shared(target, [row, column], sums)
 
 
 @gluon.jit
 def _multiply(
-    acc_ptr, sums, operands, starts, shared, ready, free, num_tiles, WARPGROUP: gl.constexpr,
+    target, sums, operands, starts, shared, ready, free, num_tiles, WARPGROUP: gl.constexpr,
     A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     GROUP: gl.constexpr, LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, NUM: gl.constexpr,
-    TURNED: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, FORM: gl.constexpr,
-    BY_COPIES: gl.constexpr,
+    TURNED: gl.constexpr, BY_TMA: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile's columns."""
     OWN: gl.constexpr = COLUMNS // 2
@@ -369,7 +304,7 @@ def _multiply(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 32])
     ROW_STRIDE: gl.constexpr = 1 if TURNED else C
     COLUMN_STRIDE: gl.constexpr = A if TURNED else 1
-    if BY_COPIES:
+    if BY_TMA:
         own_sums = sums.index(WARPGROUP)
     # As products lie in registers, an instruction would touch eight rows, 32 bytes of each, and
     # take as long as for eight whole lines.
@@ -377,8 +312,6 @@ def _multiply(
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     columns = FIRST + gl.arange(0, OWN, layout=gl.SliceLayout(0, OUT))
     offsets = rows[:, None] * ROW_STRIDE + columns[None, :] * COLUMN_STRIDE
-    if TURNS and WARPGROUP == 1:
-        give_turn(0)  # it begins
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         expert, row, column = _place(tile, A, C, ROWS, COLUMNS, GROUP)
@@ -397,24 +330,24 @@ def _multiply(
             upper, lower, step = add_products(
                 upper, lower, first_row >= 0, step, num_blocks, shared, ready, free, left_scale,
                 right_scale, A // 128, C // 128, WARPGROUP, MMA, LEFT_TILES, RIGHT_TILES, STAGES,
-                TURNS, FORM,
+                False,
             )  # fmt: skip
             if num_blocks > 0:
-                if BY_COPIES:
+                if BY_TMA:
                     at_row = row if TURNED else expert * A + row
                     at_column = (expert * C if TURNED else 0) + column + FIRST
-                    _all_added()
-                    _add_by_copies(acc_ptr, at_row, at_column, upper, own_sums, TURNED)
-                    tma.store_wait(0)
-                    _add_by_copies(acc_ptr, at_row + 64, at_column, lower, own_sums, TURNED)
+                    _all_added()  # of the micro-batch before, which comes first
+                    _begin_adding(target, at_row, at_column, upper, own_sums, TURNED)
+                    tma.store_wait(0)  # other rows: it is enough that those are read
+                    _begin_adding(target, at_row + 64, at_column, lower, own_sums, TURNED)
                 else:
-                    place = _accumulator(acc_ptr, expert, row, column, A, C, TURNED)
+                    place = _accumulator(target, expert, row, column, A, C, TURNED)
                     # Nobody else adds there, and a thread's additions to a place keep their order.
                     gl.atomic_add(place + offsets, gl.convert_layout(upper, OUT), sem="relaxed")
                     place += 64 * ROW_STRIDE
                     gl.atomic_add(place + offsets, gl.convert_layout(lower, OUT), sem="relaxed")
-    if BY_COPIES:
-        _all_added()
+    if BY_TMA:
+        _all_added()  # shared memory stays until they are
 
 
 @gluon.jit
@@ -432,20 +365,20 @@ def ring(STAGES: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["num_tiles"])
 def weight_grad_kernel(
-    acc_ptr, num_tiles,
+    target, num_tiles,
     left0, right0, left_scale0, right_scale0, start0,
     left1, right1, left_scale1, right_scale1, start1,
     left2, right2, left_scale2, right_scale2, start2,
     left3, right3, left_scale3, right_scale3, start3,
     A: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     GROUP: gl.constexpr, LEFT_TILES: gl.constexpr, RIGHT_TILES: gl.constexpr, NUM: gl.constexpr,
-    TURNED: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, FORM: gl.constexpr,
-    BY_COPIES: gl.constexpr,
+    TURNED: gl.constexpr, BY_TMA: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`grouped_gemm._grouped_weight_grad`; any number of programs share the tiles.
 
     Descriptors by `descriptor`: left in boxes of 64 columns, right of COLUMNS; scales in boxes of
-    as many, or as they are where one serves a tile.
+    as many, or as they are where one serves a tile. `target` is the accumulator; with BY_TMA its
+    `sums_descriptor`.
     """
     operands = (
         left0, right0, left_scale0, right_scale0, left1, right1, left_scale1, right_scale1,
@@ -458,23 +391,20 @@ def weight_grad_kernel(
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], SCALE_LAYOUT),
         gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], SCALE_LAYOUT),
     )
-    if BY_COPIES:
-        SHAPE: gl.constexpr = [2, 64, COLUMNS // 2] if not TURNED else [2, COLUMNS // 2, 64]
-        sums = gl.allocate_shared_memory(gl.float32, SHAPE, acc_ptr.layout)
-    else:
-        sums = num_tiles
+    sums = ()
+    if BY_TMA:
+        BOX: gl.constexpr = [COLUMNS // 2, 64] if TURNED else [64, COLUMNS // 2]
+        sums = gl.allocate_shared_memory(gl.float32, [2, BOX[0], BOX[1]], target.layout)
     ready, free = ring(STAGES)
     gl.warp_specialize(
         [
             (_multiply, (
-                acc_ptr, sums, operands, starts, shared, ready, free, num_tiles, 0, A, C, ROWS,
-                COLUMNS, GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, STAGES,
-                TURNS, FORM, BY_COPIES,
+                target, sums, operands, starts, shared, ready, free, num_tiles, 0, A, C, ROWS,
+                COLUMNS, GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, BY_TMA, STAGES,
             )),
             (_multiply, (
-                acc_ptr, sums, operands, starts, shared, ready, free, num_tiles, 1, A, C, ROWS,
-                COLUMNS, GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, STAGES,
-                TURNS, FORM, BY_COPIES,
+                target, sums, operands, starts, shared, ready, free, num_tiles, 1, A, C, ROWS,
+                COLUMNS, GROUP, LEFT_TILES, RIGHT_TILES, NUM, TURNED, BY_TMA, STAGES,
             )),
             (_copy, (
                 operands, starts, shared, ready, free, num_tiles, A, C, ROWS, COLUMNS, GROUP,

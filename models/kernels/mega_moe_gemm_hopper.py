@@ -2,15 +2,18 @@
 """Gluon kernel of the grouped products in FP8, for Hopper: `grouped_gemm`'s, and with rows that are
 waited for, sent home or drawn by ticket `mega_moe_gemm`'s.
 
-Three groups of warps side by side, as in grouped_gemm_hopper.py, whose products these are:
+Three groups of warps side by side, as in grouped_gemm_hopper.py, whose products these are
+(`add_products`: two halves of 64 rows a step, scales of x by row, of weights by tile):
 
     give        one warp: which tile comes next, waits for its rows, TMA copies of its operands
-    multiply    two warpgroups: one half of a tile's 256 columns each
+    multiply    two warpgroups: one half of a tile's 256 columns each, which begin their products in
+                turns; rows leave as bf16, whole lines at a time
 
 Only `give` knows the order of tiles; where a tile lies goes with its first operands. The bits are
 those of the Triton kernels.
 
 Gluon has no interpreter: this runs on a GPU only; tests/simulated_gluon.py runs what it computes.
+docs/bench/moe-experts.json has its times.
 """
 
 from __future__ import annotations
@@ -217,7 +220,6 @@ def _multiply(
     y_ptr, w_scale_ptr, expert_ptr, home_ptr, bases_ptr, offset, most_pairs, places, shared, ready,
     free, WARPGROUP: gl.constexpr, OUTS: gl.constexpr, INS: gl.constexpr,
     COLUMNS: gl.constexpr, PUSH: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
-    FORM: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile's columns."""
     row_block_of, column_block_of = places
@@ -230,7 +232,7 @@ def _multiply(
     turn = 0
     block = 0
     while block >= 0:
-        mbarrier.wait(ready.index(step // 2 % STAGES), step // (2 * STAGES) & 1)
+        mbarrier.wait(ready.index(step % STAGES), step // STAGES & 1)
         block = _place(row_block_of, turn % SLOTS)
         if block >= 0:
             row = block * 128
@@ -242,7 +244,7 @@ def _multiply(
             lower = gl.zeros([64, OWN], gl.float32, layout=MMA)
             upper, lower, step = add_products(
                 upper, lower, expert >= 0, step, INS // 128, shared, ready, free, w_scale, w_scale,
-                1, 1, WARPGROUP, MMA, False, True, STAGES, True, FORM,
+                1, 1, WARPGROUP, MMA, False, True, STAGES, True,
             )  # fmt: skip
             _store_rows(
                 y_ptr, home_ptr, bases_ptr, offset, most_pairs, upper, row, column, OUTS, PUSH
@@ -258,7 +260,7 @@ def gemm_kernel(
     flag_ptr, ticket_ptr, error_ptr, limit, late, home_ptr, bases_ptr, offset, most_pairs, helps,
     OUTS: gl.constexpr, INS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
     PARTS: gl.constexpr, WAIT: gl.constexpr, PUSH: gl.constexpr, DRAWS: gl.constexpr,
-    STAGES: gl.constexpr, FORM: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """`mega_moe_gemm.mega_gemm` in FP8; any number of programs share the tiles.
 
@@ -283,11 +285,11 @@ def gemm_kernel(
         [
             (_multiply, (
                 y_ptr, w_scale_ptr, expert_ptr, home_ptr, bases_ptr, offset, most_pairs, places,
-                shared, ready, free, 0, OUTS, INS, COLUMNS, PUSH, STAGES, SLOTS, FORM,
+                shared, ready, free, 0, OUTS, INS, COLUMNS, PUSH, STAGES, SLOTS,
             )),
             (_multiply, (
                 y_ptr, w_scale_ptr, expert_ptr, home_ptr, bases_ptr, offset, most_pairs, places,
-                shared, ready, free, 1, OUTS, INS, COLUMNS, PUSH, STAGES, SLOTS, FORM,
+                shared, ready, free, 1, OUTS, INS, COLUMNS, PUSH, STAGES, SLOTS,
             )),
             (_give, (
                 x_desc, w_desc, x_scale_desc, expert_ptr, start_ptr, L, R, flag_ptr, ticket_ptr,
@@ -332,6 +334,6 @@ def launch(
         homes.home_R if homes else None, homes.peers.bases_P if homes else None,
         homes.offset if homes else 0, homes.most_pairs if homes else 1, helps,
         outs, ins, columns, tile.group, PARTS,
-        ready is not None, homes is not None, ticket_1 is not None, tile.num_stages, tile.form,
+        ready is not None, homes is not None, ticket_1 is not None, tile.num_stages,
         num_warps=tile.num_warps,
     )  # fmt: skip

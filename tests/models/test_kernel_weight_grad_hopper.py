@@ -1,6 +1,6 @@
 """The Gluon kernel of the experts' weight gradients, simulated, against the Triton kernel."""
 
-import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -101,12 +101,53 @@ def test_no_variant_changes_a_bit(tiles):
     start = torch.randn(EXPERTS, 256, 256)
     usual = added(start, batches)
     variants = [{"num_stages": stages} for stages in (1, 2, 3, 9)]
-    variants += [{"columns": 128}, {"group": 1}]
-    forms = itertools.product(range(4), (0, 1), (False, True))
-    variants += [{"form": form, "out": out, "turns": turns} for form, out, turns in forms]
-    for variant in variants:
+    for variant in [*variants, {"columns": 128}, {"group": 1}]:
         tile = replace(HOPPER_WEIGHT_GRAD_TILE, **variant)
         assert torch.equal(added(start, batches, tile=tile), usual), variant
+
+
+@pytest.mark.parametrize("columns", [128, 256])
+@SCALES
+def test_sums_that_tma_adds_are_those_that_warps_add(tiles, columns, monkeypatch):
+    batches = [micro_batch(ROUTINGS[name], (256, 256), tiles=tiles) for name in ROUTINGS]
+    start = torch.randn(EXPERTS, 256, 256)
+    tile = replace(HOPPER_WEIGHT_GRAD_TILE, columns=columns)
+    for num in (1, 2, 4):
+        monkeypatch.setattr(grouped_gemm, "adds_by_tma", lambda *_: False)
+        usual = added(start, batches[:num], tile=tile, gemm_sms=2)
+        monkeypatch.setattr(grouped_gemm, "adds_by_tma", lambda *_: True)
+        assert torch.equal(added(start, batches[:num], tile=tile, gemm_sms=2), usual), num
+
+
+def test_tma_adds_several_micro_batches_where_that_is_faster(monkeypatch):
+    """By column, or turned, which left tiles alone are."""
+    made, sums_descriptor = [], grouped_gemm_hopper.sums_descriptor
+
+    def noted(*arguments):
+        made.append(arguments)
+        return sums_descriptor(*arguments)
+
+    monkeypatch.setattr(grouped_gemm_hopper, "sums_descriptor", noted)
+    found = set()
+    for tiles in [(False, False), (False, True), (True, False), (True, True)]:
+        batch = micro_batch(ROUTINGS["one token"], (128, 128), tiles=tiles)
+        for num in (1, 2, 4):
+            made.clear()
+            added(torch.zeros(EXPERTS, 128, 128), [batch] * num)
+            found |= {(tiles, num)} if made else set()
+    assert found == {(tiles, num) for tiles in [(False, False), (True, False)] for num in (2, 4)}
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+def test_an_accumulator_that_tma_cannot_add_to_is_refused(hopper):
+    batch = micro_batch(ROUTINGS["one token"], (128, 128))
+    numbers = torch.zeros(EXPERTS * 128 * 128 + 1)
+    start = numbers[1:].view(EXPERTS, 128, 128)
+    with pytest.raises(ValueError, match=r"\(4, 128, 128\) begins 4 bytes after a multiple of 16"):
+        grouped_gemm.grouped_weight_grad(
+            start, [batch], tile=HOPPER_WEIGHT_GRAD_TILE if hopper else None
+        )
+    assert not numbers.any()
 
 
 def test_wrong_barriers_are_found(monkeypatch):
@@ -131,3 +172,38 @@ def test_wrong_barriers_are_found(monkeypatch):
 
     with pytest.raises(AssertionError):
         all_orders_agree()
+
+
+@pytest.mark.parametrize(
+    "instead", [lambda warps: None, lambda warps: warps.wait_reads(0)], ids=["nothing", "reads"]
+)
+def test_micro_batches_that_do_not_wait_until_those_before_are_added_are_found(
+    instead, monkeypatch
+):
+    """By the simulation: sums that are replaced before they are read, or added in another order."""
+    one_block = torch.ones(3, 1, dtype=torch.int64)
+    batches = [micro_batch(one_block, (128, 128), seed) for seed in range(2)]
+    start, warps, waits = torch.randn(EXPERTS, 128, 128), simulated_gluon._Warps, Counter()
+    usual, wait = added(start, batches, gemm_sms=1), warps.wait_additions
+
+    def changed(self):
+        """Each warpgroup's second of three: between the two micro-batches of the one tile."""
+        waits[self.partition] += 1
+        (instead if waits[self.partition] == 2 else wait)(self)
+
+    def agree(num):
+        return all(torch.equal(added(start, batches, gemm_sms=1), usual) for _ in range(num))
+
+    assert agree(50)
+    monkeypatch.setattr(warps, "wait_additions", changed)
+    assert not agree(300)
+    assert set(waits.values()) == {3}
+
+
+def test_halves_of_a_tile_that_do_not_wait_until_the_one_before_is_read_are_found(monkeypatch):
+    """By the simulation: both go through the same shared memory."""
+    batches = [micro_batch(ROUTINGS["all to one expert"], (128, 128), seed) for seed in range(2)]
+    start = torch.randn(EXPERTS, 128, 128)
+    usual = added(start, batches)
+    monkeypatch.setattr(simulated_gluon._Warps, "wait_reads", lambda *_: None)
+    assert not all(torch.equal(added(start, batches), usual) for _ in range(40))
