@@ -1,7 +1,10 @@
 """The Gluon products and weight gradients on a GPU against the Triton kernels, as a process of its
 own: a kernel that hangs would take a test's process with it.
 
-Prints a line per case and ends with 1 if one differs.
+    python tests/hopper_products_on_gpu.py [SHARE OF]    all cases, or one share of so many
+
+Prints a line per case and ends with 1 if one differs. Most of the time kernels compile, so shares
+run side by side.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import sys
 
 import torch
 
+from ppruntime.models.kernels import grouped_gemm as of_experts
 from ppruntime.models.kernels import moe_layout
 from ppruntime.models.kernels.grouped_gemm import (
     FORWARD_TILE,
@@ -27,12 +31,16 @@ from ppruntime.models.kernels.quantize import Quantized
 EXPERTS = 7
 CASES = [
     ((256, 512), (False, False)),
-    ((384, 640), (False, False)),
-    ((384, 512), (False, False)),
+    ((384, 640), (False, False)),  # in tiles of 128 columns
     ((384, 512), (False, True)),
-    ((256, 384), (True, False)),
+    ((512, 384), (True, False)),  # turned
+    ((640, 384), (True, False)),  # turned, in tiles of 128
+    ((256, 512), (True, True)),
     ((4608, 5120), (False, True)),
+    ((5120, 2304), (False, False)),
+    ((5120, 2304), (True, False)),
 ]
+"""Widths of both sides, and whether their scales are tiles."""
 
 PRODUCTS = [(512, 256), (384, 512), (640, 128), (4608, 5120)]
 
@@ -63,9 +71,9 @@ def say(case, faults) -> bool:
     return bool(found)
 
 
-def products() -> int:
+def products(shapes) -> int:
     wrong = 0
-    for outs, ins in PRODUCTS:
+    for outs, ins in shapes:
         for routing in routings():
             layout = moe_layout.expert_layout(routing.cuda().int().contiguous(), EXPERTS)
             rows = layout.num_rows
@@ -115,27 +123,39 @@ def products() -> int:
     return wrong
 
 
-def weight_grads() -> int:
+def added(start, batches, tile=HOPPER_WEIGHT_GRAD_TILE, by_tma=None, **options):
+    """The sums on top of `start`; by TMA or not, if that is said, whatever is faster."""
+    accumulator, rule = start.clone(), of_experts.adds_by_tma
+    if by_tma is not None:
+        of_experts.adds_by_tma = lambda *_: by_tma
+    grouped_weight_grad(accumulator, batches, tile=tile, **options)
+    of_experts.adds_by_tma = rule
+    return accumulator
+
+
+def weight_grads(cases) -> int:
     wrong = 0
-    for widths, tiles in CASES:
+    for widths, tiles in cases:
         batches = [operands(routing, widths, tiles) for routing in routings()]
         start = torch.randn(EXPERTS, *widths, device="cuda")
-        for num in (1, 4):
-            triton, gluon, apart, few = (start.clone() for _ in range(4))
-            grouped_weight_grad(triton, batches[:num], tile=WEIGHT_GRAD_TILE)
-            grouped_weight_grad(gluon, batches[:num], tile=HOPPER_WEIGHT_GRAD_TILE)
-            grouped_weight_grad(few, batches[:num], tile=HOPPER_WEIGHT_GRAD_TILE, gemm_sms=5)
-            for batch in batches[:num]:
-                grouped_weight_grad(apart, [batch], tile=HOPPER_WEIGHT_GRAD_TILE)
-            far = ((gluon - triton).abs().max() / triton.abs().max()).item()
-            faults = {
-                f"{far:.1e} from Triton's": far > 1e-6,
-                "not as launched apart": not torch.equal(gluon, apart),
-                "not as on 5 multiprocessors": not torch.equal(gluon, few),
-            }
+        apart = start
+        for num in (1, 2, 3, 4):
+            apart = added(apart, [batches[num - 1]])
+            if num == 3:
+                continue
+            triton = added(start, batches[:num], WEIGHT_GRAD_TILE)
+            faults = {"not as launched apart": not torch.equal(apart, triton)}
+            for by_tma, way in ((False, "from registers"), (True, "by TMA")):
+                # Again and again: TMA adds in its own time.
+                for sms in (None, 5, None, None, None):
+                    got = added(start, batches[:num], by_tma=by_tma, gemm_sms=sms)
+                    far = ((got - triton).abs().max() / triton.abs().max()).item()
+                    fault = f"{way} on {sms or 'all'} multiprocessors {far:.1e} from Triton's"
+                    faults[fault] = not torch.equal(got, triton)
             wrong += say(("weight gradient", widths, tiles, num), faults)
     return wrong
 
 
 if __name__ == "__main__":
-    sys.exit(int(weight_grads() + products() > 0))
+    share, of = map(int, sys.argv[1:]) if sys.argv[1:] else (0, 1)
+    sys.exit(int(weight_grads(CASES[share::of]) + products(PRODUCTS[share::of]) > 0))

@@ -47,6 +47,10 @@ class Compiled:
     shared_bytes: int
     spills: int
     """Local loads and stores."""
+    product_loops: int
+    """Innermost loops with warpgroup products."""
+    spills_in_loops: int
+    """Local loads and stores in those."""
     matrix_instructions: int
     """Warpgroup FP8 and bf16 products."""
     narrow_accesses: int
@@ -113,15 +117,40 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Com
         f"{kernel.__name__}: products run on into the next step while their operands have "
         f"{slots} slots: one is written over while it is read"
     )
+    loops = _product_loops(code)
     return Compiled(
         kernel.__name__,
         int(re.search(r"REG:(\d+)", usage)[1]),
         binary.metadata.shared,
-        len(re.findall(r" (?:STL|LDL)", code)),
-        len(re.findall(r"[QH]GMMA", code)),
+        len(re.findall(_SPILL, code)),
+        len(loops),
+        sum(len(re.findall(_SPILL, loop)) for loop in loops),
+        len(re.findall(_PRODUCT, code)),
         len(re.findall(r"(?:LDG|STG)\.E\.[US](?:8|16)", code)),
         len(re.findall(r"(?:LDG|STG)\.E(?:\.\w+)*\.128", code)),
     )
+
+
+_SPILL, _PRODUCT = r" (?:STL|LDL)", r"[QH]GMMA"
+
+
+def _product_loops(code: str) -> list[str]:
+    """The innermost loops with products in them: from a label to a jump back to it, none around
+    another. Waits, which are loops too, have no products; waits that stand elsewhere jump into the
+    middle of a loop."""
+    lines = code.splitlines()
+    labels: dict[str, int] = {}
+    found: dict[int, int] = {}
+    for i, line in enumerate(lines):
+        if label := re.match(r"(\.L\w+):", line.strip()):
+            labels[label[1]] = i
+        jump = re.search(r"BRA(?:\.\w+)* .*`\((\.L\w+)\)", line)
+        if jump and jump[1] in labels:
+            first = labels[jump[1]]
+            is_other = any(first < start or start < first < last for start, last in found.items())
+            if not is_other and re.search(_PRODUCT, "\n".join(lines[first:i])):
+                found[first] = i
+    return ["\n".join(lines[first : last + 1]) for first, last in found.items()]
 
 
 def _stack_pointer_reads(code: str) -> list[str]:

@@ -7,8 +7,8 @@ arrive only when they are waited for, and until then the target holds NaN; so do
 reads its operands as late.
 
 Specialised warps take turns at every barrier and copy, in an order drawn by chance: what their
-mbarriers do not order happens in any order, and where none can go on the launch fails. What TMA adds
-to memory it reads, and then adds, at any times before they are waited for.
+mbarriers do not order happens in any order, and where none can go on the launch fails. TMA reads
+what it adds to memory, and adds it, at any two times before those are waited for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
 """What the offline compiles look for is found where it is: excerpts of code that was wrong once."""
 
-from offline_compile import _halves_read_early, _slots_of_running_products, _stack_pointer_reads
+from offline_compile import (
+    _halves_read_early,
+    _product_loops,
+    _slots_of_running_products,
+    _stack_pointer_reads,
+)
 
 LOST_VALUE = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;
@@ -32,6 +37,37 @@ PRODUCTS = """
       %acc_2 = ttng.warp_group_dot_wait %acc_1 {pendings = 1 : i32} : tensor<64x64xf32, #mma>
     }
 """
+
+
+LOOPS = """
+.L_x_1:
+        /*0010*/                   STL [R1], R2 ;
+.L_x_2:
+        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R3 ;
+        /*0030*/              @!P0 BRA `(.L_x_2) ;
+.L_x_3:
+        /*0040*/                   QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR8], RZ, !UPT ;
+        /*0050*/                   LDL R5, [R1] ;
+.L_x_6:
+        /*0058*/                   QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR8], RZ, !UPT ;
+.L_x_4:
+        /*0060*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R3 ;
+        /*0070*/              @!P0 BRA `(.L_x_4) ;
+        /*0080*/               @P1 BRA `(.L_x_3) ;
+        /*0090*/                   STL [R1], R4 ;
+        /*00a0*/               @P2 BRA `(.L_x_1) ;
+        /*00b0*/                   BRA `(.L_x_6) ;
+        /*00b8*/                   BRA `(.L_x_5) ;
+.L_x_5:
+        /*00c0*/                   EXIT ;
+"""
+
+
+def test_the_innermost_loop_with_products_is_found_and_no_other():
+    [loop] = _product_loops(LOOPS)
+    assert "/*0040*/" in loop.splitlines()[1]
+    assert "/*0080*/" in loop.splitlines()[-1]
+    assert _product_loops(LOOPS.replace("QGMMA", "FFMA")) == []
 
 
 def test_an_instruction_that_computes_with_the_stack_pointer_is_found_and_no_other():

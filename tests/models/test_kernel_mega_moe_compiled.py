@@ -102,6 +102,7 @@ def _compile_all():
         print(kernel)
     assert len(stays) >= 2
     for kernel in stays:
+        assert kernel.product_loops == 2, kernel  # of two warpgroups
         assert kernel.spills == 0, kernel
         assert kernel.narrow_accesses == 0, kernel
         assert kernel.wide_accesses >= 32, kernel
