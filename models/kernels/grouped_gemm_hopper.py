@@ -164,6 +164,7 @@ def _take_turn(WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def give_turn(WARPGROUP: gl.constexpr):
+    """It is that warpgroup's turn; the giver goes on."""
     gl.inline_asm_elementwise(
         _barrier_code("arrive", WARPGROUP), "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -223,9 +224,9 @@ def add_products(
         else:
             of_columns = right_scales.index(stage).slice(FIRST, OWN).load(OF_COLUMNS)
         product = warpgroup_mma_wait(0, deps=(product,))
-        # As a branch a block of its own, which is done before what follows: else ptxas 12.8 moved
-        # some additions behind the second product, which then needed registers of its own, and
-        # sums from one to the other in every step.
+        # A branch makes this a block of the code, which ends before what follows begins. Without it
+        # ptxas 12.8 puts additions behind the second product, which then cannot take the registers
+        # of the first, and values are moved in every step.
         if always:
             upper = gl.fma(product, of_rows[:, None] * of_columns[None, :], upper)
         if TURNS:
@@ -243,7 +244,7 @@ def add_products(
         if RIGHT_TILES:
             next_right = gl.load(right_scale + ahead * right_stride)
         product = warpgroup_mma_wait(0, deps=(product,))
-        # All of the stage is in registers now.
+        # Nothing of the stage is read any more: the scales are in registers.
         mbarrier.arrive(free.index(stage), count=1)
         lower = gl.fma(product, of_rows[:, None] * of_columns[None, :], lower)
         if LEFT_TILES:
@@ -268,8 +269,8 @@ def _add_from_shared(target, place, source, _semantic=None):
 
 @gluon.jit
 def _all_added():
-    """Waits until the thread's additions by TMA are done. `tma.store_wait` waits until they are
-    read; those of two micro-batches could then still change places."""
+    """Waits until the thread's additions by TMA are done. `tma.store_wait` only waits until they
+    are read; those of two micro-batches could then still change places."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
         pack=1,
