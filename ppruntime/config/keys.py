@@ -349,7 +349,8 @@ class ExpertCompute(Section, frozen=True):
         Annotated[int, Meta(ge=1, le=4)] | tuple[Annotated[int, Meta(ge=1, le=4)], ...]
     ) = 1
     """FP8: micro-batches whose weight gradients are added in one launch; their operands wait. A
-    list has one entry a stage. Bitwise with triton, summation order with deep_gemm."""
+    list has one entry a stage. Bitwise with triton, and with deep_gemm where the own kernel adds
+    them: on a Hopper, for widths that 256 divides; summation order elsewhere."""
 
     def turns_on_demand(self, stage: int) -> bool:
         """Whether a stage keeps no turned FP8 copy."""
