@@ -95,9 +95,10 @@ _MEASURED_WHOLE = (
 _RESTS_ON = (
     "- assumed: InfiniBand at 46 GB/s a GPU each way, Engram lookups over it with nothing hidden,",
     "  10 GB a GPU for context and buffers, 2.2 GB a saved attention half, transports' slow-downs",
-    "  over InfiniBand as over NVLink (nccl with as many thread blocks as it takes by itself, not",
-    "  a run's default of 4), hosts that run ahead of their GPUs (an FP8 half's takes as long as",
-    "  the GPU, see the halves' record), no stragglers, no failures.",
+    "  over InfiniBand as over NVLink (nccl with as many thread blocks as it takes by itself: with",
+    "  a run's default of 4, single products beside it slow down less, but whole pipelines lose",
+    "  5 % to it, about what comes out here), hosts that run ahead of their GPUs (an FP8 half's",
+    "  takes as long as the GPU, see the halves' record), no stragglers, no failures.",
     "",
     "What a search's plan says of experts is `moe.compute.free_bf16_expert_weights`,",
     "`fp8_transposed_on_demand` and `fused_wgrad_micro_batches` of a run, for its stages.",
