@@ -406,8 +406,9 @@ class Kernels(Section, frozen=True):
     compressor: Literal["auto", "reference", "library"] = "reference"
     """fp32 products of the compressors of ratios above 1. library: by bf16 products of parts of the
     weights, three times the work at ten times the rate; for bf16 models. Summation order."""
-    router: Literal["auto", "reference", "library"] = "reference"
-    """fp32 products of the routers. library: as the compressors'. Summation order."""
+    router: Literal["auto", "reference", "library", "triton"] = "reference"
+    """Routers. library: their fp32 products as the compressors'. triton: the same in bf16 models,
+    and scores, picks, weights and balance shares in two passes each way. Summation order."""
     swiglu: Literal["auto", "reference", "triton"] = "reference"
     """Clamped SwiGLU of the shared expert, and of routed experts in the compute dtype, in one pass
     each way; in FP8 they have their own. Summation order."""
