@@ -181,8 +181,9 @@ def text(report: Report) -> str:
         )
     rows = [(r.name, f"{r.step_s:#.4g}", f"{100 * r.mfu:.2f}") for r in simulation.rungs]
     lines += ["", *text_table(("one thing after another", "step s", "MFU %"), rows, left=_FIRST)]
+    nothing = 1e-9 * step.makespan  # of times that are differences, rounding is left over
     ranks: list[tuple[str, ...]] = [
-        (str(rank), f"{work:#.4g}", *(f"{value:#.4g}" if value else "0" for value in lost))
+        (str(rank), f"{work:#.4g}", *(f"{v:#.4g}" if abs(v) > nothing else "0" for v in lost))
         for rank, (work, lost) in enumerate(zip(step.work, step.lost, strict=True))
     ]
     headings: tuple[str, ...] = ("rank", "work", *CAUSES)
