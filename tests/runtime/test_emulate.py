@@ -424,7 +424,7 @@ def test_calibrations_of_another_run_few_samples_and_profilers_are_refused(tmp_p
         made = calibration_of(config, few_samples=True, transport="gloo", stages=[row])
         return msgspec.structs.replace(made, **changes)
 
-    path = tmp_path / "c.json"
+    path = tmp_path / "a folder that is not there" / "c.json"
     write_calibration(known(), path)
     with pytest.raises(ProjectionError, match="7 samples are too few"):
         calibration_of(config, few_samples=False, transport="gloo", stages=[row])
@@ -454,6 +454,31 @@ def test_calibrations_of_another_run_few_samples_and_profilers_are_refused(tmp_p
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        "emulate {tiny} --stages 2-3 --one-by-one --costs 1,1,1 --steps 2 --out {out}",
+        "calibrate {tiny} pp.size=1 --samples 24 --out {out}",
+    ],
+)
+def test_what_a_file_would_refuse_is_refused_before_anything_runs(
+    command, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("ppruntime.ranks.join", lambda *_, **__: pytest.fail("something ran"))
+    out = tmp_path / "c.json"
+    keys = [key for key in SMALL if "pp.size" not in key] + ["train.num_micro_batches=18"]
+    words = [*command.format(tiny=TINY, out=out).split(), *keys]
+    assert main(words) == 2
+    assert re.search(r"^(24|28) samples are too few", capsys.readouterr().err)
+    other = calibration_of(
+        load([TINY], [*keys, "train.seq_len=16"]), few_samples=True, transport=""
+    )
+    write_calibration(other, out)
+    assert main([*words, "--few-samples"]) == 2
+    assert "is of seq_len 16, this run of 8; write to another file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("overrides", "present", "complaint"),
     [
         (["train.num_micro_batches=11"], range(0, 2), "set train.num_micro_batches to 12 or more"),
@@ -470,6 +495,7 @@ def test_what_cannot_be_emulated_is_refused(overrides, present, complaint):
     ("arguments", "complaint"),
     [
         ("emulate {tiny} --stages 0-x --out c", "is not FIRST-LAST"),
+        ("emulate {tiny} --stages 3-1 --out c --costs 1,1,1", "--stages 3-1 ends before it begins"),
         ("emulate {tiny} --stages 0 --out c", "give --costs or --calibration"),
         ("emulate {tiny} --stages 0-1 --out c --costs 1,1,1", "need 2 processes"),
         ("calibrate {tiny}", "give either --out"),
