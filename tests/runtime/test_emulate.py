@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from time import perf_counter
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -26,7 +27,7 @@ from ppruntime.experts.options import ExpertChoice
 from ppruntime.launch.cli import main
 from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.plan import cut
-from ppruntime.projection.calibrate import Depths
+from ppruntime.projection.calibrate import Depths, refuse_zero_weights
 from ppruntime.projection.calibration import Calibration, PerStep, StageTimes, read_calibration
 from ppruntime.projection.calibration_file import (
     calibration_of,
@@ -537,3 +538,12 @@ def test_calibrations_and_emulations_move_messages_as_the_run_says(monkeypatch):
     finally:
         leave()
     assert (given["nccl_library"], given["timeout_seconds"]) == ("/opt/libnccl.so.2", 7)
+
+
+def test_zero_weights_are_refused_whatever_the_gains_are():
+    """By calibrations and emulations alike: kernels run too fast on zeros."""
+    stage = SimpleNamespace(units=torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3)))
+    refuse_zero_weights(stage, "layer 0")
+    torch.nn.init.zeros_(stage.units[0].weight)
+    with pytest.raises(ProjectionError, match="all weights of layer 0 are zeros"):
+        refuse_zero_weights(stage, "layer 0")
