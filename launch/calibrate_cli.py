@@ -98,6 +98,18 @@ def calibrate(
             f"{started} processes started, the run has {config.world_size} ranks; start one for "
             "units and depths, or as many as the run has for transfers, --per-step and --in-flight"
         )
+    if out is not None:
+        from ppruntime.projection.calibration_file import refuse_before
+
+        transport = config.pp.transport if in_flight else "idle"
+        refuse_before(
+            out,
+            config,
+            transport=transport,
+            samples=samples,
+            few_samples=few_samples,
+            stages=False,
+        )
     names = modes.split(",") if modes is not None else sorted({config.ac.mode, "none"})
     configs = {name: load(files, [*overrides, f"ac.mode={name}"]) for name in names}
     sizes = _whole_numbers("--transfer-bytes", transfer_bytes)

@@ -122,7 +122,8 @@ def plan(
     check
         Directory of a run: print its memory as predicted and as measured. Takes no config.
     search
-        Look for the best plan within memory: cuts, order, warm-up, what is recomputed or offloaded.
+        Look for the best plan within memory: cuts, order, warm-up, what is recomputed or offloaded;
+        without a file for the shipped v41-flash-pp16.toml.
     calibration
         With --search: times of the units; by default from the kernel records in docs/bench.
     benches
@@ -149,7 +150,12 @@ def plan(
 
         print(run_check_text(check))
         return 0
-    config = load(*files_and_overrides(arguments))
+    files, overrides = files_and_overrides(arguments)
+    if search and not files:
+        from ppruntime.launch.projected_job import PLAN_OF_RECORD
+
+        files = [str(PLAN_OF_RECORD)]
+    config = load(files, overrides)
     if ledger:
         from ppruntime.ledger import ledger_text
 

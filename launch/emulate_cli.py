@@ -109,12 +109,21 @@ def _run(
     from ppruntime.emulate import check_emulation
     from ppruntime.emulate import emulate as run
     from ppruntime.emulate_replays import Blanks, Recorder
+    from ppruntime.projection.calibration_file import refuse_before
     from ppruntime.ranks import Layout, join, leave
 
     torch.set_num_threads(config.run.num_threads)
     for job in jobs:
         check_emulation(config, job)
     absent = _absent_costs(config, jobs, costs, calibration)
+    refuse_before(
+        out,
+        config,
+        transport=config.pp.transport,
+        samples=steps * min(len(_steady_part(config, stage)) for job in jobs for stage in job),
+        few_samples=few_samples,
+        stages=True,
+    )
     layout = Layout(len(jobs[0]), config.parallel.dp, config.parallel.ep)
     use_cuda = config.run.device == "cuda" or (
         config.run.device == "auto" and torch.cuda.is_available()
@@ -150,7 +159,10 @@ def _stages(text: str) -> range:
         raise ProjectionError(
             f"--stages {text!r} is not FIRST-LAST or one number; write such as 0-7"
         )
-    return range(int(first), int(last if dash else first) + 1)
+    found = range(int(first), int(last if dash else first) + 1)
+    if not found:
+        raise ProjectionError(f"--stages {text} ends before it begins; write the first stage first")
+    return found
 
 
 def _say_how(needed: int, started: int) -> int:
@@ -198,6 +210,15 @@ def _absent_costs(
     )
 
 
+def _steady_part(config: Config, stage: int) -> range:
+    """The micro-batches of a step whose times count: one pipe-full off at each end."""
+    from ppruntime.order import make_order
+    from ppruntime.schedules.counts import peak_in_flight
+
+    held = peak_in_flight(make_order(config).computations)[stage]
+    return range(held, config.train.num_micro_batches - held)
+
+
 def _report(config: Config, found: Emulation, job: range, hop_s: float) -> None:
     """A line a stage, with what the numbers are of."""
     train, parallel = config.train, config.parallel
@@ -205,7 +226,8 @@ def _report(config: Config, found: Emulation, job: range, hop_s: float) -> None:
         f"{config.model.name}: stages {job.start}-{job.stop - 1} of {config.pp.size}, "
         f"{config.pp.schedule}, {train.num_micro_batches} micro-batches of "
         f"{train.micro_batch_size} x {train.seq_len:,} tokens, dp {parallel.dp} x ep "
-        f"{parallel.ep}; hops to absent stages {1e3 * hop_s:.3g} ms (assumed)"
+        f"{parallel.ep}, on {len(job) * parallel.num_data_ranks} of {config.world_size} ranks; "
+        f"hops to absent stages {1e3 * hop_s:.3g} ms (assumed)"
     )
     for row, cycle in zip(found.stages, found.cycle_s, strict=True):
         print(

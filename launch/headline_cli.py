@@ -95,14 +95,16 @@ _MEASURED_WHOLE = (
 _RESTS_ON = (
     "- assumed: InfiniBand at 46 GB/s a GPU each way, Engram lookups over it with nothing hidden,",
     "  10 GB a GPU for context and buffers, 2.2 GB a saved attention half, transports' slow-downs",
-    "  over InfiniBand as over NVLink (nccl with as many thread blocks as it takes by itself, not",
-    "  a run's default of 4), hosts that run ahead of their GPUs (an FP8 half's takes as long as",
-    "  the GPU, see the halves' record), no stragglers, no failures.",
+    "  over InfiniBand as over NVLink (nccl with as many thread blocks as it takes by itself: with",
+    "  a run's default of 4, single products beside it slow down less, but whole pipelines lose",
+    "  5 % to it, about what comes out here), hosts that run ahead of their GPUs (an FP8 half's",
+    "  takes as long as the GPU, see the halves' record), no stragglers, no failures.",
     "",
     "What a search's plan says of experts is `moe.compute.free_bf16_expert_weights`,",
     "`fp8_transposed_on_demand` and `fused_wgrad_micro_batches` of a run, for its stages.",
     "",
-    "Intervals: measured pieces off by 2 %, modelled by 15 %, assumed by 40 %, all the same way.",
+    "Intervals: measured pieces off by 2 %, modelled by 15 %, assumed by 40 %, all the same way,",
+    "slow-downs by transports and the data ranks' collectives among them.",
     "Peak for MFU: 989 TFLOP/s a GPU; 6N FLOPs a token; days for 20T tokens.",
     "",
 )
@@ -178,8 +180,12 @@ def _row(row: Row) -> tuple[str, ...]:
         f"{pace.step_s:.2f}",
         f"{pace.days:.1f}",
         f"{most / 1e9:.1f} GB, stage {stage}",
-        " / ".join(f"{100 * row.shares[origin]:.0f} %" for origin in Origin),
+        _share_words(row),
     )
+
+
+def _share_words(row: Row) -> str:
+    return " / ".join(f"{100 * row.shares[origin]:.0f} %" for origin in Origin)
 
 
 def _memory(row: Row) -> list[str]:
@@ -225,6 +231,8 @@ def _waterfall(row: Row) -> list[str]:
         f"### {row.name}, {row.transport}, {row.job.num_gpus:,} GPUs, "
         f"{short(row.job.global_batch_tokens)} tokens a step: one thing after another",
         "",
+        f"Measured / modelled / assumed, of the whole step: {_share_words(row)}.",
+        "",
         *_markdown(("", "step s", "MFU %"), cells),
         "",
     ]
@@ -269,6 +277,7 @@ def _pp4(config: Callable[..., Config], kernels: Kernels) -> list[str]:
                     shares,
                     f"{100 * imbalance / pace.step_s:.1f}",
                     f"{row.worst_bytes[1] / 1e9:.0f} GB",
+                    _share_words(row),
                 )
             )
             if plan is found.plans[0] and count == 8:
@@ -283,12 +292,13 @@ def _pp4(config: Callable[..., Config], kernels: Kernels) -> list[str]:
         "busiest rank loses, % of the step",
         "imbalance %",
         "most memory",
+        "measured / modelled / assumed",
     )
     return [
         "## PP4 x EP8, 64 GPUs, 16,384 tokens a micro-batch",
         "",
-        "Published: 23 to 28 %, its number of micro-batches M not said. No memory cap here; what",
-        "it would take is in the last column, more than an H200 has: such runs keep masters",
+        "Published: 23 to 28 %, its number of micro-batches M not said. No memory cap here: the",
+        "most memory is what it would take, more than an H200 has; such runs keep masters",
         "elsewhere or train a smaller model.",
         "",
         *_markdown(headings, cells),
@@ -321,10 +331,11 @@ def _pp1(config: Config, kernels: Kernels) -> list[str]:
     return [
         "## pp = 1: expert traffic per GPU and step, 16,384 tokens a GPU",
         "",
-        f"Tokens a step are 16,384 x GPUs: {short(16384 * 64)} on 64 GPUs. Compute is the sum of "
-        "the units",
-        "above at this length, nothing recomputed; rates: NVLink as put measured, InfiniBand 46 "
-        "GB/s (assumed).",
+        f"Tokens a step are 16,384 x GPUs, GPUs as many as EP: {short(16384 * 64)} on 64. Compute "
+        "is the sum of the",
+        "units above at this length, nothing recomputed (modelled); bytes are modelled; rates: "
+        "NVLink as put measured,",
+        "InfiniBand 46 GB/s (assumed). No step of such a layout was measured.",
         "",
         *_markdown(headings, cells),
         "",
@@ -333,8 +344,8 @@ def _pp1(config: Config, kernels: Kernels) -> list[str]:
         f"where its target step has room for {room / 1e9:.0f} GB ({room / 46e9:.2f} s): "
         f"{'InfiniBand' if moved > room else 'compute'}-bound. Its bytes lie between",
         "the two ways of copying with the exchange repeated. At that target the MFU would be "
-        f"{_mfu(job, room / 46e9, tokens):.1f} %, at {step:.2f} s {_mfu(job, step, tokens):.1f} %, "
-        "with the exchange hidden entirely.",
+        f"{_mfu(job, room / 46e9, tokens):.1f} %, at {step:.2f} s {_mfu(job, step, tokens):.1f} %,",
+        "with the exchange hidden entirely (arithmetic on published bytes, nothing measured here).",
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,27 +80,43 @@ def search(
         gpu_flops=peak_flops,
         global_batch_tokens=float(config.global_batch_size * config.train.seq_len),
     )
-    rests_on = str(calibration) if calibration is not None else _kernel_words(task)
+    source = (
+        "kernel records in docs/bench: experts and attention cores measured on one GPU, the rest "
+        "modelled or assumed"
+        if calibration is None
+        else f"{calibration}, of {known.date} on {known.device}"
+    )
+    shares = _shares(task)
     print(
-        _json(found, job, rests_on, config) if json else _text(found, task, job, rests_on, config)
+        _json(found, job, source, shares, config)
+        if json
+        else _text(found, task, job, source, shares, config)
     )
     return 0
 
 
-def _kernel_words(task: Task) -> str:
-    """What part of the least work is of which origin, by units."""
+def _shares(task: Task) -> dict[Origin, float]:
+    """Of the least work, by origin of the units that it is of; they add up to 1."""
     total = sum(unit.choices[0].work_s for unit in task.units) or 1.0
-    parts = []
-    for origin in Origin:
-        work = sum(unit.choices[0].work_s for unit in task.units if unit.origin is origin)
-        parts.append(f"{100 * work / total:.0f} % {origin}")
-    return (
-        "kernel records in docs/bench: experts and attention cores measured on one GPU, the rest "
-        f"modelled or assumed; whole units count as their weakest part: {', '.join(parts)}"
-    )
+    return {
+        origin: sum(unit.choices[0].work_s for unit in task.units if unit.origin is origin) / total
+        for origin in Origin
+    }
 
 
-def _text(found: Found, task: Task, job: Job, rests_on: str, config: Config) -> str:
+def _rests_on(source: str, shares: Mapping[Origin, float]) -> str:
+    parts = ", ".join(f"{100 * share:.0f} % {origin}" for origin, share in shares.items())
+    return f"{source}; whole units count as their weakest part: {parts}"
+
+
+def _text(
+    found: Found,
+    task: Task,
+    job: Job,
+    source: str,
+    shares: Mapping[Origin, float],
+    config: Config,
+) -> str:
     best = found.plans[0]
     pace = job.at_step_s(best.step_s)
     bound = job.at_step_s(found.bounds.step_s)
@@ -109,7 +125,7 @@ def _text(found: Found, task: Task, job: Job, rests_on: str, config: Config) -> 
         f"{config.parallel.dp}, ep {config.parallel.ep}), {short(job.global_batch_tokens)} tokens "
         f"a step, {task.num_micro_batches} micro-batches, at most {task.memory_bytes / 1e9:g} GB a "
         f"GPU of which {task.reserved_bytes / 1e9:g} GB reserved (assumed)",
-        rests_on,
+        _rests_on(source, shares),
         "",
     ]
     rows = [_row(plan, job, task) for plan in found.plans]
@@ -243,7 +259,9 @@ def _why(plan: Plan, task: Task) -> str:
     )
 
 
-def _json(found: Found, job: Job, rests_on: str, config: Config) -> str:
+def _json(
+    found: Found, job: Job, source: str, shares: Mapping[Origin, float], config: Config
+) -> str:
     def of(plan: Plan | None) -> dict[str, object] | None:
         if plan is None:
             return None
@@ -257,7 +275,8 @@ def _json(found: Found, job: Job, rests_on: str, config: Config) -> str:
         {
             "gpus": job.num_gpus,
             "global_batch_tokens": job.global_batch_tokens,
-            "rests_on": rests_on,
+            "rests_on": _rests_on(source, shares),
+            "shares": {str(origin): share for origin, share in shares.items()},
             "plans": [of(plan) for plan in found.plans],
             "uniform": of(found.uniform),
             "faster_than_uniform": found.uniform.step_s / found.plans[0].step_s - 1

@@ -8,22 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from ppruntime.launch.intervals import spread_of, spread_words
 from ppruntime.launch.project_numbers import (
+    calibration_words,
     cost_numbers,
     flag,
     goodput_numbers,
+    memory_numbers,
     pace_numbers,
     pipeline_numbers,
 )
 from ppruntime.launch.projected_job import Projected, asked_job
-from ppruntime.projection.projector import Job, Number, Pace, ProjectionError, positive
+from ppruntime.projection.projector import (
+    Job,
+    Number,
+    Origin,
+    Pace,
+    ProjectionError,
+    positive,
+    with_interval,
+)
 
 if TYPE_CHECKING:
     from ppruntime.config import Config
+    from ppruntime.launch.project_parts import FoundParts
 
 _SHORT = Parameter(show_default=lambda value: f"{value:g}")
 
@@ -49,6 +61,7 @@ def project(
     per_step_s: str | None = None,
     jitter: float | None = None,
     seed: int | None = None,
+    spread: str | None = None,
     failures_per_gpu_hour: float | None = None,
     checkpoint_s: float | None = None,
     restart_s: float | None = None,
@@ -95,13 +108,16 @@ def project(
     transfer_s
         Seconds of one hop between ranks, one way; or one number per stage hop, separated by ','.
     link
-        Link of the calibration that the hops go over.
+        Link of the calibration that the hops go over, or one per hop, separated by ','.
     per_step_s
         Seconds per step beside the pipeline, or NAME=SECONDS separated by ','.
     jitter
-        Relative standard deviation of op times.
+        Relative standard deviation of op times, a share.
     seed
         Of the jitter.
+    spread
+        MEASURED,MODELLED,ASSUMED in percent: by how much times may be off, for intervals; 2,15,40
+        by default.
     failures_per_gpu_hour
         With --checkpoint-s and --restart-s: days with failures as well.
     checkpoint_s
@@ -140,11 +156,40 @@ def project(
         adapter_parameters=adapter_parameters,
     )
     config, job = asked.config, asked.job
-    numbers: dict[str, Number] = {}
+
+    def all_numbers(pace: Pace, parts: Mapping[str, Number]) -> dict[str, Number]:
+        numbers = {
+            **pace_numbers(pace, start, starts[start]),
+            **asked.inputs,
+            **parts,
+            **goodput_numbers(
+                pace, failures_per_gpu_hour, checkpoint_s, restart_s, checkpoint_interval_s
+            ),
+        }
+        return numbers | cost_numbers(numbers, price_per_gpu_hour)
+
+    facts: list[str] = []
     if is_pipeline:
-        pace, numbers = _pipeline(
-            config, job, calibration, costs, efficiency, transfer_s, link, per_step_s, jitter, seed
+        shares = spread_of(spread)
+        found, paces = _pipeline(
+            config,
+            job,
+            shares,
+            calibration=calibration,
+            costs=costs,
+            efficiency=efficiency,
+            transfer_s=transfer_s,
+            link=link,
+            per_step_s=per_step_s,
+            jitter=jitter,
+            seed=seed,
         )
+        middle, *ends = (all_numbers(pace, parts) for pace, parts in paces)
+        numbers = {
+            name: with_interval(number, *(end[name] for end in ends))
+            for name, number in middle.items()
+        }
+        facts = [*calibration_words(found.calibration), spread_words(shares)]
     else:
         _no_effect(
             start,
@@ -153,18 +198,10 @@ def project(
             per_step_s=per_step_s,
             jitter=jitter,
             seed=seed,
+            spread=spread,
         )
-        pace = _from_number(job, start, starts[start])
-    numbers = {
-        **pace_numbers(pace, start, starts[start]),
-        **asked.inputs,
-        **numbers,
-        **goodput_numbers(
-            pace, failures_per_gpu_hour, checkpoint_s, restart_s, checkpoint_interval_s
-        ),
-    }
-    numbers |= cost_numbers(numbers, price_per_gpu_hour)
-    print(json_text(numbers) if json else text(numbers))
+        numbers = all_numbers(_from_number(job, start, starts[start]), {})
+    print(json_text(numbers, facts) if json else text(numbers, facts))
     return 0
 
 
@@ -210,31 +247,34 @@ def _from_number(job: Job, start: str, value: object) -> Pace:
 def _pipeline(
     config: Config,
     job: Job,
-    calibration: Path | None,
-    costs: str | None,
-    efficiency: float | None,
-    transfer_s: str | None,
-    link: str | None,
-    per_step_s: str | None,
+    spread: Mapping[Origin, float],
+    *,
     jitter: float | None,
     seed: int | None,
-) -> tuple[Pace, dict[str, Number]]:
+    **options: Any,  # of `pipeline_parts`, as they are
+) -> tuple[FoundParts, list[tuple[Pace, dict[str, Number]]]]:
+    """The parts; and pace and numbers from them, from shorter ones and from longer ones."""
     from ppruntime.launch.project_parts import pipeline_parts
     from ppruntime.projection.pipeline import project as play
+    from ppruntime.projection.pipeline import shifted
+    from ppruntime.projection.simulate import stage_bytes
 
     if seed is not None and not jitter:
         raise ProjectionError("--seed has an effect with --jitter only; add it or leave --seed out")
-    parts = pipeline_parts(
-        config,
-        gpu_flops=job.gpu_flops,
-        calibration=calibration,
-        costs=costs,
-        efficiency=efficiency,
-        transfer_s=transfer_s,
-        link=link,
-        per_step_s=per_step_s,
-        jitter=jitter or 0.0,
-        seed=seed or 0,
-    ).parts
-    projection = play(job, parts)
-    return projection.pace, pipeline_numbers(parts, projection)
+    if jitter is not None and jitter >= 1:
+        raise ProjectionError(
+            f"--jitter {jitter:g} is {100 * jitter:g} % here, where it is a share; write "
+            f"{jitter / 100:g} if {jitter:g} % was meant"
+        )
+    found = pipeline_parts(
+        config, gpu_flops=job.gpu_flops, jitter=jitter or 0.0, seed=seed or 0, **options
+    )
+    sizes = stage_bytes(config, found.plan, found.parts.schedule.num_ranks)
+    peaks = found.calibration.peaks if found.calibration else ()
+    paces = []
+    for shift in (0.0, -1.0, 1.0):
+        parts = shifted(found.parts, shift, spread)
+        projection = play(job, parts, sizes)
+        numbers = pipeline_numbers(parts, projection) | memory_numbers(projection, peaks)
+        paces.append((projection.pace, numbers))
+    return found, paces

@@ -5,7 +5,7 @@ Names are the keys of the JSON. Modelled numbers name in their source the number
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ppruntime.projection.projector import (
@@ -22,6 +22,7 @@ from ppruntime.projection.projector import (
 
 if TYPE_CHECKING:
     from ppruntime.config import Config
+    from ppruntime.projection.calibration import Calibration, StagePeak
     from ppruntime.projection.pipeline import Parts, Projection
 
 
@@ -140,6 +141,13 @@ def pace_numbers(pace: Pace, start: str, given: object) -> dict[str, Number]:
     if is_arithmetic:
         assert isinstance(given, float), f"{flag(start)} is one number"
         numbers[start] = Number(given, numbers[start].unit, Origin.ASSUMED, flag(start))
+        for origin in Origin:
+            numbers[f"{origin}_share"] = Number(
+                100.0 * (origin is Origin.ASSUMED),
+                "%",
+                Origin.MODELLED,
+                f"of the step, all of which follows from {flag(start)}",
+            )
     return numbers
 
 
@@ -244,6 +252,39 @@ def pipeline_numbers(parts: Parts, projection: Projection) -> dict[str, Number]:
         f"--jitter, one draw with seed {parts.seed}" if parts.jitter else "no --jitter given",
     )
     return numbers
+
+
+def memory_numbers(projection: Projection, peaks: Sequence[StagePeak]) -> dict[str, Number]:
+    """The most that each rank holds, by the model's sizes; and what a calibration measured."""
+    from ppruntime.projection.pipeline import SPREAD
+
+    held, off = projection.timeline.peak_bytes, SPREAD[Origin.MODELLED]
+    numbers = {
+        "rank_peak_bytes": Number(
+            held,
+            "bytes",
+            Origin.MODELLED,
+            "sizes of weights, gradients, optimizer and what is in flight, without context and "
+            f"buffers; assumed to be off by up to {100 * off:g} %",
+            low=tuple((1 - off) * number for number in held),
+            high=tuple((1 + off) * number for number in held),
+        )
+    }
+    for peak in peaks:
+        numbers[f"measured_peak.stage{peak.stage}"] = Number(
+            peak.allocated_bytes, "bytes", Origin(peak.origin), peak.source
+        )
+    return numbers
+
+
+def calibration_words(known: Calibration | None) -> list[str]:
+    """What a calibration's times are of; nothing without one."""
+    if known is None:
+        return []
+    return [
+        f"calibration: of {known.date} on {known.device}, ops timed with transport "
+        f"{known.transport}, routing {known.routing}, ep {known.ep}"
+    ]
 
 
 def _stage_numbers(parts: Parts) -> dict[str, Number]:

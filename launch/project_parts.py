@@ -142,10 +142,14 @@ def _per_step(
             "nothing says what a step takes beside its pipeline (optimizer, gradient reduction); "
             "give --per-step-s, or a calibration with per_step"
         )
+    said: set[str] = set()
     for part in text.split(",") if text is not None else ():
         name, equals, seconds = part.rpartition("=")
         value = seconds_of("--per-step-s", seconds)[0]
         key = name.strip() if equals else "rest"
+        if key in said:
+            raise ProjectionError(f"--per-step-s names {key} twice; say it once")
+        said.add(key)
         pieces[key] = PerStep(name=key, seconds=value, origin="assumed", source="--per-step-s")
     return tuple(on_data_ranks(row, config.parallel.num_data_ranks) for row in pieces.values())
 

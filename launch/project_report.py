@@ -3,44 +3,55 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ppruntime.projection.projector import Number
-from ppruntime.text_table import short, text_table
+from ppruntime.text_table import short, short_bytes, text_table
 
 _FLAT = ("days", "step_s", "mfu", "gpus", "global_batch_tokens")
 _LARGE = ("tokens", "tokens/s", "FLOP", "FLOP/s", "parameters")
 _WHOLE = ("GPUs", "GPU-hours", "steps")
 
 
-def json_text(numbers: Mapping[str, Number]) -> str:
-    """One object: the five that are asked for most as plain numbers, and all under "numbers"."""
-    table = {
-        name: {
+def json_text(numbers: Mapping[str, Number], facts: Sequence[str] = ()) -> str:
+    """One object: the five that are asked for most as plain numbers, and all under "numbers", those
+    with an interval with "low" and "high"; `facts` under "conditions" if there are any."""
+    table: dict[str, dict[str, object]] = {}
+    for name, number in numbers.items():
+        table[name] = {
             "value": number.value,
             "unit": number.unit,
             "origin": str(number.origin),
             "source": number.source,
         }
-        for name, number in numbers.items()
-    }
-    flat: dict[str, object] = {name: numbers[name].value for name in _FLAT}
-    return json.dumps(flat | {"numbers": table}, indent=2)
+        if number.low is not None:
+            table[name] |= {"low": number.low, "high": number.high}
+    found: dict[str, object] = {name: numbers[name].value for name in _FLAT}
+    if facts:
+        found["conditions"] = list(facts)
+    return json.dumps(found | {"numbers": table}, indent=2)
 
 
-def text(numbers: Mapping[str, Number]) -> str:
-    """A sentence with GPUs and batch, a line a number, and a table each for ranks, stages, hops."""
+def text(numbers: Mapping[str, Number], facts: Sequence[str] = ()) -> str:
+    """A sentence with GPUs and batch, the measured share, `facts`, a line a number, and a table
+    each for ranks, stages, hops."""
     days, step, mfu, gpus, batch = (_value(numbers[name]) for name in _FLAT)
     lines = [
         f"{days} days for {_value(numbers['total_tokens'])} tokens on {gpus} GPUs at {mfu} % MFU: "
         f"steps of {step} s with {batch} tokens each"
     ]
-    if "measured_share" in numbers:
+    lines.append(
+        f"of the step, {_value(numbers['measured_share'])} % is measured, "
+        f"{_value(numbers['modelled_share'])} % modelled, "
+        f"{_value(numbers['assumed_share'])} % assumed"
+    )
+    if numbers["days"].low is not None:
         lines.append(
-            f"of the step, {_value(numbers['measured_share'])} % is measured, "
-            f"{_value(numbers['modelled_share'])} % modelled, "
-            f"{_value(numbers['assumed_share'])} % assumed"
+            f"interval: {_range(numbers['days'])} days, {_range(numbers['mfu'])} % MFU, steps of "
+            f"{_range(numbers['step_s'])} s"
         )
+    lines += facts
     single = {
         name: number
         for name, number in numbers.items()
@@ -59,14 +70,15 @@ def text(numbers: Mapping[str, Number]) -> str:
 
 def _lines(numbers: Mapping[str, Number]) -> list[str]:
     cells = [
-        (name, _value(number), number.unit, str(number.origin), number.source)
+        (name, _value(number), number.unit, _range(number), str(number.origin), number.source)
         for name, number in numbers.items()
     ]
-    widths = [max(len(row[i]) for row in cells) for i in range(4)]
+    widths = [max(len(row[i]) for row in cells) for i in range(5)]
     return [
-        f"{name:<{widths[0]}}  {value:>{widths[1]}} {unit:<{widths[2]}}  {origin:<{widths[3]}}  "
-        f"{source}"
-        for name, value, unit, origin, source in cells
+        f"{name:<{widths[0]}}  {value:>{widths[1]}} {unit:<{widths[2]}}  "
+        + (f"{interval:<{widths[3]}}  " if widths[3] else "")
+        + f"{origin:<{widths[4]}}  {source}"
+        for name, value, unit, interval, origin, source in cells
     ]
 
 
@@ -75,7 +87,7 @@ def _rank_table(numbers: Mapping[str, Number]) -> list[str]:
     columns = []
     for number in numbers.values():
         assert isinstance(number.value, tuple), "a column has a value a rank"
-        columns.append([_four_digits(v) if number.unit == "s" else f"{v:g}" for v in number.value])
+        columns.append([_on_a_rank(v, number.unit) for v in number.value])
     rows = [(str(rank), *cells) for rank, cells in enumerate(zip(*columns, strict=True))]
     origins = sorted({f"{number.origin}: {number.source}" for number in numbers.values()})
     return [*text_table(("rank", *numbers), rows), *origins]
@@ -94,9 +106,25 @@ def _member_table(group: str, numbers: Mapping[str, Number]) -> list[str]:
     return text_table((group, *names, "origin and source"), rows, left="origin and source")
 
 
+def _on_a_rank(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return short_bytes(value)
+    return _four_digits(value) if unit == "s" else f"{value:g}"
+
+
+def _range(number: Number) -> str:
+    """Its interval; empty without one."""
+    if number.low is None or number.high is None:
+        return ""
+    low, high = (_value(replace(number, value=end)) for end in (number.low, number.high))
+    return f"{low} to {high}"
+
+
 def _value(number: Number) -> str:
     value = number.value
     assert not isinstance(value, tuple), "one number was expected, not one a rank"
+    if number.unit == "bytes":
+        return short_bytes(value)
     if number.unit in _WHOLE:
         return f"{value:,.0f}"
     if number.unit == "%":

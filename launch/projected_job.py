@@ -60,9 +60,13 @@ def asked_job(
     said twice, and for GPUs that are no whole pipelines where the run's make the batch."""
     from ppruntime.config import load
 
+    positive("--tokens", tokens)
+    positive("--peak-flops", peak_flops)
     files, overrides = files_and_overrides(arguments)
     files = files or [str(PLAN_OF_RECORD)]
     config = load(files, overrides)
+    if global_batch_tokens is not None:
+        positive("--global-batch-tokens", global_batch_tokens)
     if gpus is not None:
         if any(override.partition("=")[0].strip() == "parallel.dp" for override in overrides):
             raise ProjectionError(

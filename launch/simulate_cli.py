@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from ppruntime.launch.project_numbers import goodput_numbers
+from ppruntime.launch.intervals import spread_of, spread_words
+from ppruntime.launch.project_numbers import calibration_words, goodput_numbers
 from ppruntime.launch.projected_job import Projected, asked_job
 from ppruntime.projection.projector import Origin, ProjectionError, positive
 
@@ -39,12 +40,13 @@ def simulate(
     jitter: Annotated[float, _SHORT] = 0.0,
     stragglers: Annotated[float, _SHORT] = 0.0,
     stall: str | None = None,
-    seed: int = 0,
-    replicas: int = 1,
+    seed: int | None = None,
+    replicas: int | None = None,
     data_bandwidth: float | None = None,
     offload_every: int | None = None,
     host_bandwidth: str | None = None,
     memory: Annotated[bool, _PLAIN] = False,
+    spread: str | None = None,
     failures_per_gpu_hour: float | None = None,
     checkpoint_s: float | None = None,
     restart_s: float | None = None,
@@ -72,7 +74,7 @@ def simulate(
     transfer_s
         Seconds of one hop, one way; or one number per stage hop, separated by ','.
     link
-        Link of the calibration that the hops go over.
+        Link of the calibration that the hops go over, or one per hop, separated by ','.
     per_step_s
         Seconds per step beside the pipeline, or NAME=SECONDS separated by ','.
     transport
@@ -88,9 +90,9 @@ def simulate(
     stall
         PERCENT,SECONDS: so many ops are held up once for so long.
     seed
-        Of all noise.
+        Of all noise; 0 by default.
     replicas
-        Pipelines side by side that are drawn; the slowest is the step.
+        Pipelines side by side that are drawn, 1 by default; the slowest is the step.
     data_bandwidth
         Bytes per second at which a rank reduces gradients and gathers weights over data ranks,
         instead of what a calibration says of that.
@@ -100,6 +102,9 @@ def simulate(
         TO,FROM the host in bytes per second, or one number for both.
     memory
         Bytes over time, by the model's sizes.
+    spread
+        MEASURED,MODELLED,ASSUMED in percent: by how much times may be off, for intervals; 2,15,40
+        by default.
     failures_per_gpu_hour
         With --checkpoint-s and --restart-s: days with failures as well.
     checkpoint_s
@@ -120,6 +125,7 @@ def simulate(
     from ppruntime.projection.simulate import (
         Surroundings,
         collective_seconds,
+        interval,
         stage_bytes,
         with_data_ranks,
     )
@@ -136,6 +142,12 @@ def simulate(
             "a simulation needs the parts' times from one place; give --calibration, --costs or "
             "--efficiency"
         )
+    shares = spread_of(spread)
+    for option, path in (("--html", html), ("--trace", trace)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ProjectionError(
+                f"{option} {path}: there is no folder {path.parent}; make it or name another"
+            )
     asked = asked_job(arguments, gpus=gpus, tokens=tokens, peak_flops=peak_flops)
     config, job = asked.config, asked.job
     found = pipeline_parts(
@@ -150,8 +162,22 @@ def simulate(
     )
     slows, source, origin = _interference(found.calibration, transport, interference)
     stall_share, stall_s = _pair("--stall", stall) if stall is not None else (0.0, 0.0)
-    if replicas < 1:
+    if replicas is not None and replicas < 1:
         raise ProjectionError(f"--replicas {replicas} is no count; give 1 or more")
+    noise = Noise(
+        jitter=jitter / 100,
+        rank_spread=stragglers / 100,
+        group=config.parallel.ep,
+        stall_probability=stall_share / 100,
+        stall=stall_s,
+        seed=seed or 0,
+    )
+    for option, value in (("--seed", seed), ("--replicas", replicas)):
+        if noise.is_none and value is not None:
+            raise ProjectionError(
+                f"{option} has no effect without noise; leave it out, or add --jitter, "
+                "--stragglers or --stall"
+            )
     num_ranks = found.parts.schedule.num_ranks
     per_rank = (
         collective_seconds(config, found.plan, num_ranks, data_bandwidth)
@@ -164,15 +190,8 @@ def simulate(
         interference=slows,
         interference_source=source,
         interference_origin=origin,
-        noise=Noise(
-            jitter=jitter / 100,
-            rank_spread=stragglers / 100,
-            group=config.parallel.ep,
-            stall_probability=stall_share / 100,
-            stall=stall_s,
-            seed=seed,
-        ),
-        replicas=replicas,
+        noise=noise,
+        replicas=replicas or 1,
         offload_every=offload_every,
         host=host,
         stage_bytes=stage_bytes(config, found.plan, num_ranks) if wants_bytes else None,
@@ -188,6 +207,8 @@ def simulate(
         goodput_numbers(
             simulation.pace, failures_per_gpu_hour, checkpoint_s, restart_s, checkpoint_interval_s
         ),
+        interval(job, parts, around, shares),
+        (*calibration_words(found.calibration), spread_words(shares)),
     )
     print(json_text(report) if json else text(report))
     if html is not None:

@@ -36,7 +36,7 @@ def page(report: Report) -> str:
     """The whole page."""
     simulation = report.simulation
     step = simulation.step
-    facts = [report.origins, *report.conditions]
+    facts = [report.origins, report.interval, *report.conditions]
     parts = [
         f"<h1>{escape(report.headline)}</h1>",
         "".join(f"<p>{escape(fact)}</p>" for fact in facts),

@@ -28,6 +28,10 @@ class Report:
     goodput: Mapping[str, Number]
     shares: Mapping[Origin, float]
     """Of the step, by origin of the times on its critical path; they add up to 1."""
+    interval_s: tuple[float, float]
+    """The step's shortest and longest."""
+    facts: tuple[str, ...]
+    """What the calibration is of, what the interval means."""
 
     @classmethod
     def of(
@@ -38,9 +42,11 @@ class Report:
         around: Surroundings,
         simulation: Simulation,
         goodput: Mapping[str, Number],
+        interval_s: tuple[float, float],
+        facts: tuple[str, ...],
     ) -> Report:
         shares = _shares(parts, around, simulation)
-        return cls(job, inputs, parts, around, simulation, goodput, shares)
+        return cls(job, inputs, parts, around, simulation, goodput, shares, interval_s, facts)
 
     @property
     def headline(self) -> str:
@@ -59,6 +65,22 @@ class Report:
         return "of the step, " + ", ".join(
             f"{100 * share:.2f} % is {origin}" for origin, share in self.shares.items()
         )
+
+    @property
+    def interval(self) -> str:
+        low, high = (self.job.at_step_s(step_s) for step_s in self.interval_s)
+        return (
+            f"interval: {low.days:,.1f} to {high.days:,.1f} days, {100 * high.mfu:.2f} to "
+            f"{100 * low.mfu:.2f} % MFU, steps of {low.step_s:#.4g} to {high.step_s:#.4g} s"
+        )
+
+    @property
+    def bubble_share(self) -> float:
+        """Of the step: what the busiest rank waits in it."""
+        step = self.simulation.step
+        lost = step.lost[step.busiest]
+        idle = sum(lost) - lost.noise - lost.interference
+        return idle / self.simulation.pace.step_s
 
     @property
     def conditions(self) -> list[str]:
@@ -83,18 +105,28 @@ class Report:
             )
         else:
             lines.append("data ranks: nothing said of their collectives beside --per-step-s")
-        return lines
+        if around.stage_bytes:
+            lines.append("bytes are modelled by the model's sizes, without context and buffers")
+        return [*lines, *self.facts]
 
 
 def json_text(report: Report) -> str:
-    """One object. Times in seconds, shares 0 to 1, `mfu` in percent."""
+    """One object. Times in seconds, shares 0 to 1, `mfu` in percent, `memory` per rank as pairs of
+    a time and the bytes held from then on."""
     step, pace, job = report.simulation.step, report.simulation.pace, report.job
+    low, high = (job.at_step_s(step_s) for step_s in report.interval_s)
     found: dict[str, object] = {
         "days": pace.days,
         "step_s": pace.step_s,
         "mfu": 100 * pace.mfu,
         "gpus": job.num_gpus,
         "global_batch_tokens": job.global_batch_tokens,
+        "interval": {
+            "days": [low.days, high.days],
+            "step_s": [low.step_s, high.step_s],
+            "mfu": [100 * high.mfu, 100 * low.mfu],
+        },
+        "bubble_share": report.bubble_share,
         "shares": {str(origin): share for origin, share in report.shares.items()},
         "order": report.parts.schedule.name,
         "num_micro_batches": report.parts.schedule.num_micro_batches,
@@ -113,9 +145,22 @@ def json_text(report: Report) -> str:
         ],
         "critical_path_s": report.simulation.path_s,
         "critical_path_compute_by_stage_s": list(report.simulation.path_by_stage_s),
+        "critical_path": [
+            {
+                "op": str(leg.op),
+                "rank": leg.rank,
+                "start_s": leg.start,
+                "finish_s": leg.finish,
+                "cause": leg.cause,
+            }
+            for leg in step.critical_path
+        ],
         "replica_step_s": list(report.simulation.replica_s),
         "exposed_reduce_s": step.exposed_reduce,
         "peak_bytes": list(step.peak_bytes) if report.around.stage_bytes else None,
+        "memory": [[list(point) for point in points] for points in step.memory]
+        if report.around.stage_bytes
+        else None,
         "goodput": {name: number.value for name, number in report.goodput.items()},
         "inputs": {
             name: {"value": n.value, "unit": n.unit, "origin": str(n.origin), "source": n.source}
@@ -128,7 +173,7 @@ def json_text(report: Report) -> str:
 def text(report: Report) -> str:
     """The report for a terminal."""
     step, simulation = report.simulation.step, report.simulation
-    lines = [report.headline, report.origins, *report.conditions]
+    lines = [report.headline, report.origins, report.interval, *report.conditions]
     if "goodput_days" in report.goodput:
         lines.append(
             f"with failures: {report.goodput['goodput_days'].value:,.1f} days, "
@@ -136,15 +181,23 @@ def text(report: Report) -> str:
         )
     rows = [(r.name, f"{r.step_s:#.4g}", f"{100 * r.mfu:.2f}") for r in simulation.rungs]
     lines += ["", *text_table(("one thing after another", "step s", "MFU %"), rows, left=_FIRST)]
+    nothing = 1e-9 * step.makespan  # of times that are differences, rounding is left over
     ranks: list[tuple[str, ...]] = [
-        (str(rank), f"{work:#.4g}", *(f"{value:#.4g}" if value else "0" for value in lost))
+        (str(rank), f"{work:#.4g}", *(f"{v:#.4g}" if abs(v) > nothing else "0" for v in lost))
         for rank, (work, lost) in enumerate(zip(step.work, step.lost, strict=True))
     ]
     headings: tuple[str, ...] = ("rank", "work", *CAUSES)
     if report.around.stage_bytes:
         headings += ("peak",)
         ranks = [(*r, short_bytes(b)) for r, b in zip(ranks, step.peak_bytes, strict=True)]
-    lines += ["", "seconds per rank, pipeline alone", *text_table(headings, ranks)]
+    lines += [
+        "",
+        f"bubble: the busiest rank, {step.busiest}, waits {100 * report.bubble_share:.2f} % of the "
+        "step",
+        "",
+        "seconds per rank, pipeline alone",
+        *text_table(headings, ranks),
+    ]
     total = sum(simulation.path_s.values()) or 1.0
     parts = ", ".join(
         f"{cause} {100 * seconds / total:.1f} %" for cause, seconds in simulation.path_s.items()

@@ -45,7 +45,7 @@ def saved_bytes(
     engram: str = "reference",
     attention_kernel: bool = False,
     wide_products: bool = False,
-    wide_router: bool = False,
+    router: str = "reference",
 ) -> int:
     """What autograd saves in one unit for `batch` sequences of `seq_len` tokens, each piece of
     memory once; parameters, token data and the carry that comes in and goes out not counted.
@@ -54,10 +54,10 @@ def saved_bytes(
     loss by its name in `head.head_loss`, `mhc` the residual's in `residual.residual`, `engram` the
     gate's in `engram_kernels.engram_kernels`, "auto" apart.
     `attention_kernel`: sparse attention is the op of its kernels, whatever computes it.
-    `wide_products`: compressors' fp32 products need no fp32 copy of their input; `wide_router`:
-    nor do routers'.
+    `wide_products`: compressors' fp32 products need no fp32 copy of their input. `router`: as
+    `moe_kernels.moe_kernels` has it, "auto" apart.
     """
-    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype], mhc, engram, wide_products, wide_router)
+    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype], mhc, engram, wide_products, router)
     match spec.kind:
         case UnitKind.EMBED:
             return 0
@@ -154,7 +154,7 @@ class _Run:
     mhc: str = "reference"
     engram: str = "reference"
     wide_products: bool = False
-    wide_router: bool = False
+    router: str = "reference"
 
     @property
     def tokens(self) -> int:
@@ -394,14 +394,16 @@ def _moe(run: _Run) -> int:
     rows = tokens * dims.experts_per_token
     x = tokens * dims.hidden_size
     picks = _INT64 * rows
-    scored = 0 if run.wide_router else run.copy(x)
-    router = scored + picks + _FP32 * (2 * tokens * experts + tokens + 2 * rows)
+    scored = run.copy(x) if run.router == "reference" else 0
+    between = 0 if run.router == "triton" else tokens + rows  # the picks' scores and their sums
+    router = scored + picks + _FP32 * (2 * tokens * experts + rows + between)
     layout = 2 * _INT64 * rows
     shared = _swiglu(run, tokens, dims.num_shared_experts * dims.expert_width)
     routed = 2 * run.item * rows * dims.hidden_size + _swiglu(run, rows, dims.expert_width)
     total = run.item * x + router + layout + routed + shared
     if dims.balance_loss_weight:
-        total += _FP32 * (tokens + run.batch * experts)  # sums of the scores, loads
+        sums = 0 if run.router == "triton" else tokens
+        total += _FP32 * (sums + run.batch * experts)  # sums of the scores, loads
     return total
 
 

@@ -64,6 +64,7 @@ class MoE(nn.Module):
         self.experts = routed_experts(dims, options, device=device, dtype=dtype)
         self.shared = SharedExpert(dims, device=device, dtype=dtype)
         self.router.wide_products = options.kernels.wide_products
+        self.router.route = options.kernels.route
         self.shared.swiglu = options.kernels.swiglu
         if isinstance(self.experts, Experts):
             self.experts.swiglu = options.kernels.swiglu
@@ -88,7 +89,8 @@ class MoE(nn.Module):
         if weight == 0:
             return None
         per_token = self.dims.experts_per_token
-        return weight * sequence_balance_loss(routing.scores_NE, counts_BE, per_token)
+        shares = self.options.kernels.mean_shares
+        return weight * sequence_balance_loss(routing.scores_NE, counts_BE, per_token, shares)
 
 
 def routed_experts(

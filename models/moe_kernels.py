@@ -15,6 +15,7 @@ from ppruntime.models.attention_kernels import REFERENCE as PLAIN
 from ppruntime.models.experts import clamped_swiglu
 from ppruntime.models.kernels import is_interpreted, unavailable_reason
 from ppruntime.models.linear import Linear
+from ppruntime.models.router import Routing, mean_shares, route
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,11 @@ class MoEKernels:
     swiglu: Callable[[Tensor, float], Tensor] = clamped_swiglu
     """As `experts.clamped_swiglu`, of the shared expert and of routed ones in the compute dtype."""
     wide_products: Callable[[Sequence[Linear], Tensor], list[Tensor]] = PLAIN.wide_products
-    """(linears with fp32 weights, x [..., I]) -> of each [..., O] in fp32: the router's scores."""
+    """(linears with fp32 weights, x [..., I]) -> of each [..., O] in fp32: the router's logits."""
+    route: Callable[[Tensor, Tensor | None, Tensor | None, int, float], Routing] = route
+    """As `router.route`: logits to picks, weights and scores."""
+    mean_shares: Callable[[Tensor, int], Tensor] = mean_shares
+    """As `router.mean_shares`, for the balance loss."""
 
 
 REFERENCE = MoEKernels()
@@ -33,8 +38,8 @@ REFERENCE = MoEKernels()
 
 def moe_kernels(swiglu: str, router: str, device: torch.device, dtype: torch.dtype) -> MoEKernels:
     """The functions that the config's `kernels.swiglu` (reference, triton, auto) and
-    `kernels.router` (reference, library, auto) name, for a model of compute dtype `dtype`. auto:
-    what is fastest and can run there.
+    `kernels.router` (reference, library, triton, auto) name, for a model of compute dtype `dtype`.
+    auto: what is fastest and can run there.
 
     Raises RuntimeError, with the reason, for a named one that cannot.
     """
@@ -52,10 +57,17 @@ def moe_kernels(swiglu: str, router: str, device: torch.device, dtype: torch.dty
             f'kernels.router = "library" is for bfloat16 models, this one is in {dtype};'
             ' "reference" runs anywhere'
         )
-    if router == "library" or (router == "auto" and is_low and device.type == "cuda"):
+    if router == "triton" and reason:
+        raise RuntimeError(f'kernels.router = "triton": {reason}; "reference" runs anywhere')
+    is_auto = router == "auto" and device.type == "cuda"
+    if is_low and (router in ("library", "triton") or is_auto):
         from ppruntime.models.kernels.wide_linear import wide_products
 
         chosen = replace(chosen, wide_products=wide_products)
+    if router == "triton" or (is_auto and not reason):
+        from ppruntime.models.kernels import routing
+
+        chosen = replace(chosen, route=routing.route, mean_shares=routing.mean_shares)
     return chosen
 
 

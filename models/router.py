@@ -7,6 +7,7 @@ DeepSeek-V4.1 report for sqrt(softplus) scores and the numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from math import comb, gcd
 from typing import NamedTuple
@@ -55,6 +56,7 @@ class Router(nn.Module):
         self.dims = dims
         self.by_token_id = by_token_id
         self.wide_products = PLAIN.wide_products
+        self.route: Callable[..., Routing] = route
         wide = holder_dtype(dtype)
         self.gate = Linear(dims.hidden_size, dims.num_experts, device=device, dtype=wide)
         if by_token_id:
@@ -73,22 +75,38 @@ class Router(nn.Module):
     def forward(self, x_ND: Tensor, ids_N: Tensor) -> Routing:
         dims = self.dims
         (logits_NE,) = self.wide_products([self.gate], x_ND)
-        scores_NE = functional.softplus(logits_NE).sqrt()
-        experts_NK = self._choose(scores_NE.detach(), ids_N)
-        chosen_NK = scores_NE.gather(-1, experts_NK)
-        total_N1 = chosen_NK.sum(-1, keepdim=True) + 1e-20
-        return Routing(experts_NK, chosen_NK / total_N1 * dims.routed_scale, scores_NE)
+        bias_E = None if self.by_token_id else self.bias
+        given_NK = self._given(ids_N)
+        return self.route(logits_NE, bias_E, given_NK, dims.experts_per_token, dims.routed_scale)
 
-    def _choose(self, scores_NE: Tensor, ids_N: Tensor) -> Tensor:
+    def _given(self, ids_N: Tensor) -> Tensor | None:
+        """Experts that the scores do not choose."""
         dims = self.dims
         if dims.force_balanced_routing:
             return balanced_experts(
                 len(ids_N), dims.num_experts, dims.experts_per_token, device=ids_N.device
             )
-        if self.by_token_id:
-            return self.experts_of_token[ids_N]
+        return self.experts_of_token[ids_N] if self.by_token_id else None
+
+
+def route(
+    logits_NE: Tensor,
+    bias_E: Tensor | None,
+    given_NK: Tensor | None,
+    per_token: int,
+    factor: float,
+) -> Routing:
+    """The `per_token` experts with the highest score + bias, or those given, and their scores'
+    shares of the picks' sum, times `factor`."""
+    scores_NE = functional.softplus(logits_NE).sqrt()
+    experts_NK = given_NK
+    if experts_NK is None:
+        sums_NE = scores_NE.detach() if bias_E is None else scores_NE.detach() + bias_E
         # A copy: the picks are a view of all experts' order, which would live as long as they do.
-        return top_k(scores_NE + self.bias, dims.experts_per_token).contiguous()
+        experts_NK = top_k(sums_NE, per_token).contiguous()
+    chosen_NK = scores_NE.gather(-1, experts_NK)
+    total_N1 = chosen_NK.sum(-1, keepdim=True) + 1e-20
+    return Routing(experts_NK, chosen_NK / total_N1 * factor, scores_NE)
 
 
 def updated_bias(bias_E: Tensor, loads_E: Tensor, rate: float) -> Tensor:
@@ -107,18 +125,29 @@ def expert_counts(experts_NK: Tensor, batch: int, num_experts: int) -> Tensor:
     return counts_BE.scatter_add_(1, experts, torch.ones_like(experts))
 
 
-def sequence_balance_loss(scores_NE: Tensor, counts_BE: Tensor, experts_per_token: int) -> Tensor:
+def mean_shares(scores_NE: Tensor, batch: int) -> Tensor:
+    """[B, E]: mean over a sequence's tokens of an expert's share in the token's scores."""
+    scores_BTE = scores_NE.view(batch, -1, scores_NE.shape[-1])
+    shares_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
+    return shares_BTE.mean(1)
+
+
+def sequence_balance_loss(
+    scores_NE: Tensor,
+    counts_BE: Tensor,
+    experts_per_token: int,
+    shares: Callable[[Tensor, int], Tensor] = mean_shares,
+) -> Tensor:
     """sum_e f_e P_e, summed over the B sequences; no weight yet. fp32 scalar.
 
     f_e = E / (K T) count_e is the real load, P_e the mean share of e in the scores, which carries
-    the gradient. Balanced routing gives about 1 per sequence. DeepSeek-V3 report, eq. 17-20.
+    the gradient; `shares` computes it. Balanced routing gives about 1 per sequence. DeepSeek-V3
+    report, eq. 17-20.
     """
     batch, num_experts = counts_BE.shape
-    scores_BTE = scores_NE.view(batch, -1, num_experts)
-    shares_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
-    num_pairs = experts_per_token * scores_BTE.shape[1]
+    num_pairs = experts_per_token * (len(scores_NE) // batch)
     load_BE = counts_BE.to(scores_NE.dtype) * (num_experts / num_pairs)
-    return (load_BE * shares_BTE.mean(1)).sum()
+    return (load_BE * shares(scores_NE, batch)).sum()
 
 
 _REFERENCE_RANKS = 8

@@ -39,7 +39,7 @@ from ppruntime.models.carry import DIFFERENTIABLE
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut
 from ppruntime.profiling import align_clocks
-from ppruntime.projection.calibrate import on_device
+from ppruntime.projection.calibrate import on_device, refuse_zero_weights
 from ppruntime.projection.calibration import StagePeak, StageTimes, TransferTimes, median_and_p95
 from ppruntime.projection.projector import ProjectionError
 from ppruntime.ranks import Ranks
@@ -128,6 +128,7 @@ def emulate(
     if on_cuda:
         gc.collect()  # an emulation before this one may lie in cycles, and would count in the peak
     stage = _build(config, plan[rank], ranks)
+    refuse_zero_weights(stage, f"stage {rank}")
     if on_cuda:
         warm_up_stage(stage, boundaries[rank - 1] if rank else None, ranks, **shape)
     channels = make_channels(boundaries, order.computations.stage_to_rank, order.slots)

@@ -164,7 +164,7 @@ def activation_bytes(config: Config, stage: StagePlan) -> int:
             kept: frozenset[str] = frozenset()
         else:
             total += _saved_bytes(config, spec)
-            kept = kept_fields(*_case(config, spec), engram=_engram_kernel(config))
+            kept = kept_fields(*_case(config, spec), engram=_kernel(config, "engram"))
         held |= {(makers[name], name) for name in kept & spec.reads & makers.keys()}
         made = {name: spec for name in spec.live_after if name in spec.writes}
         held |= {(spec, name) for name in (kept & made.keys()) - spec.reads}
@@ -235,7 +235,7 @@ def _kept(config: Config, spec: UnitSpec, points: frozenset[SavePoint]) -> Kept:
         dtype,
         kernels=kernels,
         experts_elsewhere=config.parallel.ep > 1,
-        engram=_engram_kernel(config),
+        engram=_kernel(config, "engram"),
     )
 
 
@@ -243,12 +243,11 @@ def _saved_bytes(config: Config, spec: UnitSpec) -> int:
     return saved_bytes(
         *_case(config, spec),
         head=_head_kernel(config),
-        mhc=_mhc_kernel(config),
-        engram=_engram_kernel(config),
+        mhc=_kernel(config, "mhc"),
+        engram=_kernel(config, "engram"),
         attention_kernel=AttentionOp.ATTENTION in _attention_kernels(config),
         wide_products=AttentionOp.COMPRESSOR in _attention_kernels(config),
-        wide_router=config.kernels.router == "library"
-        or (config.kernels.router == "auto" and _may_be_on_gpu(config)),
+        router=_kernel(config, "router"),
     )
 
 
@@ -273,17 +272,11 @@ def _head_kernel(config: Config) -> str:
     return "triton" if _may_be_on_gpu(config) else "chunked"
 
 
-def _mhc_kernel(config: Config) -> str:
-    """`kernels.mhc`, "auto" as for the head."""
-    if config.kernels.mhc != "auto":
-        return config.kernels.mhc
-    return "triton" if _may_be_on_gpu(config) else "reference"
-
-
-def _engram_kernel(config: Config) -> str:
-    """`kernels.engram`, "auto" as for the head."""
-    if config.kernels.engram != "auto":
-        return config.kernels.engram
+def _kernel(config: Config, key: str) -> str:
+    """`kernels.KEY`, for "auto" as for the head."""
+    name: str = getattr(config.kernels, key)
+    if name != "auto":
+        return name
     return "triton" if _may_be_on_gpu(config) else "reference"
 
 

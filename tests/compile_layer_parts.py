@@ -14,7 +14,7 @@ from dataclasses import asdict
 import torch
 from offline_compile import Compiled, captured
 
-from ppruntime.models.kernels import head, mhc, norm, shared_swiglu, single_stream
+from ppruntime.models.kernels import head, mhc, norm, routing, shared_swiglu, single_stream
 
 NUM_TOKENS, NUM_STREAMS = 8192, 4
 
@@ -85,10 +85,27 @@ def compile_swiglu(width: int) -> list[Compiled]:
     return found
 
 
+def compile_routing(num_experts: int, per_token: int, are_given: bool) -> list[Compiled]:
+    """What follows the router's product, and its backward."""
+    fp32 = torch.float32
+    logits, bias = meta(NUM_TOKENS, num_experts, dtype=fp32), meta(num_experts, dtype=fp32)
+    picks = meta(NUM_TOKENS, per_token, dtype=torch.int64)
+    given = (None, picks) if are_given else (bias, None)
+    with captured() as found:
+        _, weights, scores = routing._route._init_fn(logits, *given, per_token, 2.5)
+        if not are_given:
+            routing._route_backward._init_fn(weights, scores, logits, scores, picks, 2.5)
+            shares = routing._mean_shares._init_fn(scores, 2)
+            routing._mean_shares_backward._init_fn(shares, scores)
+    return found
+
+
 def main() -> None:
     kernels = {
         "norm 1280": compile_norm(1280),
         "swiglu 2304": compile_swiglu(2304),
+        "routing": compile_routing(384, 6, are_given=False),
+        "routing, given": compile_routing(384, 6, are_given=True),
         "head": compile_head(129_280),
         "mhc 5120": compile_mhc(5120, own_mix=False),
         "gated 5120": compile_one_stream(5120, gated=True),

@@ -83,13 +83,11 @@ def expert_weight_grad(
     *,
     gemm_sms: int | None = None,
 ) -> None:
-    """`grouped_weight_grad`, by the own kernel where that is the faster one (H200,
-    docs/bench/moe-experts.json): of one micro-batch, since it takes the columns as they lie, and
-    where an operand has one scale per tile."""
+    """`grouped_weight_grad`, by the own kernel on a Hopper whose tiles fit: it takes the columns as
+    they lie, and is as fast with four micro-batches and faster with fewer (H200,
+    docs/bench/moe-experts.json)."""
     fits = accumulator_EAC.shape[2] % HOPPER_WEIGHT_GRAD_TILE.columns == 0
-    left, right, _ = micro_batches[0]
-    tiles = any(q.scale.shape[1] != q.data.shape[1] for q in (left, right))
-    is_own = on_hopper(accumulator_EAC) and fits and (tiles or len(micro_batches) == 1)
+    is_own = on_hopper(accumulator_EAC) and fits
     add = own_weight_grad if is_own else grouped_weight_grad
     add(accumulator_EAC, micro_batches, gemm_sms=gemm_sms)
 

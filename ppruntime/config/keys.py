@@ -349,7 +349,8 @@ class ExpertCompute(Section, frozen=True):
         Annotated[int, Meta(ge=1, le=4)] | tuple[Annotated[int, Meta(ge=1, le=4)], ...]
     ) = 1
     """FP8: micro-batches whose weight gradients are added in one launch; their operands wait. A
-    list has one entry a stage. Bitwise with triton, summation order with deep_gemm."""
+    list has one entry a stage. Bitwise with triton, and with deep_gemm where the own kernel adds
+    them: on a Hopper, for widths that 256 divides; summation order elsewhere."""
 
     def turns_on_demand(self, stage: int) -> bool:
         """Whether a stage keeps no turned FP8 copy."""
@@ -405,8 +406,9 @@ class Kernels(Section, frozen=True):
     compressor: Literal["auto", "reference", "library"] = "reference"
     """fp32 products of the compressors of ratios above 1. library: by bf16 products of parts of the
     weights, three times the work at ten times the rate; for bf16 models. Summation order."""
-    router: Literal["auto", "reference", "library"] = "reference"
-    """fp32 products of the routers. library: as the compressors'. Summation order."""
+    router: Literal["auto", "reference", "library", "triton"] = "reference"
+    """Routers. library: their fp32 products as the compressors'. triton: the same in bf16 models,
+    and scores, picks, weights and balance shares in two passes each way. Summation order."""
     swiglu: Literal["auto", "reference", "triton"] = "reference"
     """Clamped SwiGLU of the shared expert, and of routed experts in the compute dtype, in one pass
     each way; in FP8 they have their own. Summation order."""

@@ -300,12 +300,17 @@ def _stage(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
         linears=choose_linears(config),
         draw_on_device=True,  # times do not depend on their bits
     )
-    if not any(bool(p.detach().any()) for p in stage.units.parameters()):
-        raise ProjectionError(
-            f"all weights of {plan.units[0].name} are zeros, on which kernels run too fast; "
-            "initialise them"
-        )
+    refuse_zero_weights(stage, plan.units[0].name)
     return stage
+
+
+def refuse_zero_weights(stage: Stage, name: str) -> None:
+    """Raises ProjectionError where all matrices are zeros; gains of 1 make no numbers."""
+    matrices = [p.detach() for p in stage.units.parameters() if p.dim() > 1]
+    if matrices and not any(bool(matrix.any()) for matrix in matrices):
+        raise ProjectionError(
+            f"all weights of {name} are zeros, on which kernels run too fast; initialise them"
+        )
 
 
 def _begin(stage: Stage, device: torch.device) -> None:

@@ -7,6 +7,7 @@ also be written by hand, with rows that say they are assumed.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -14,7 +15,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from ppruntime.models.dims import ModelDims, UnitKind, UnitSpec
+from ppruntime.models.dims import ModelDims, Role, UnitKind, UnitSpec
 from ppruntime.projection.projector import Origin, ProjectionError, weakest
 
 LEAST_SAMPLES = 100
@@ -144,6 +145,11 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     peaks: tuple[StagePeak, ...] = ()
 
 
+_ROLES = "|".join(role for role in Role if role)
+_UNIT = re.compile(rf"embed|head|moe\.({_ROLES})|attention\.({_ROLES})\.ratio\d+(\.engram)?")
+"""What `unit_type` may give."""
+
+
 def read_calibration(path: Path) -> Calibration:
     """The file at `path`. Raises ProjectionError where it is not one that may be projected from."""
     try:
@@ -264,6 +270,20 @@ def _problem(found: Calibration) -> str | None:
                 return f"{place} and {group}[{keys.index(keys[index])}] are the same; keep one"
             if isinstance(row, TransferTimes) and row.num_bytes < 1:
                 return f"{place}.num_bytes is {row.num_bytes}; give 1 or more"
+            if isinstance(row, PerStep) and row.data_ranks is not None and row.data_ranks < 1:
+                return f"{place}.data_ranks is {row.data_ranks}; give 1 or more"
+            if isinstance(row, StageTimes):
+                num_stages = len(found.layers_per_stage or ())
+                if not 0 <= row.stage < num_stages:
+                    return (
+                        f"{place}.stage is {row.stage}, layers_per_stage has stages 0 to "
+                        f"{num_stages - 1}; leave the row out"
+                    )
+            if isinstance(row, UnitTimes | HeldBytes) and not _UNIT.fullmatch(row.unit):
+                return (
+                    f"{place}.unit is {row.unit!r}, which no model has; write such as "
+                    "attention.reuse.ratio2, moe.routed, embed or head"
+                )
             if isinstance(row, HeldBytes) and row.num_bytes < 0:
                 return f"{place}.num_bytes is {row.num_bytes}; give 0 or more"
             if isinstance(row, Slowdown) and (complaint := _no_slowdown(row)):

@@ -51,12 +51,6 @@ def calibration_of(
         return [_checked(row, few_samples=few_samples) for row in rows]
 
     train = config.train
-    plan = cut(
-        config.model.dims,
-        range(config.pp.num_stages),
-        config.pp.layers_per_stage,
-        seq_len=train.seq_len,
-    )
     on_cuda = torch.cuda.is_available()
     return msgspec.convert(
         {
@@ -74,7 +68,7 @@ def calibration_of(
             "seeds": (train.seed,),
             "zero_weights": False,
             "profiled": False,
-            "layers_per_stage": tuple(s.num_layers for s in plan) if stages else None,
+            "layers_per_stage": _cut(config) if stages else None,
             "stages": checked(stages),
             "units": checked(units),
             "transfers": checked(transfers),
@@ -86,6 +80,16 @@ def calibration_of(
         Calibration,
         from_attributes=True,
     )
+
+
+def _cut(config: Config) -> tuple[float, ...]:
+    plan = cut(
+        config.model.dims,
+        range(config.pp.num_stages),
+        config.pp.layers_per_stage,
+        seq_len=config.train.seq_len,
+    )
+    return tuple(stage.num_layers for stage in plan)
 
 
 def refuse_profilers() -> None:
@@ -100,6 +104,22 @@ def refuse_profilers() -> None:
     ]
     if watching:
         raise ProjectionError(f"{watching[0]} is on, which stretches every op; run without it")
+
+
+def refuse_before(
+    path: Path, config: Config, *, transport: str, samples: int, few_samples: bool, stages: bool
+) -> None:
+    """What `calibration_of` and `merged` would refuse after the run, before it: a profiler, too few
+    `samples`, a file at `path` that is of another run. `stages`: rows of stages are to come.
+
+    Raises ProjectionError.
+    """
+    row = PerStep(name="", seconds=0.0, origin="measured", source="", samples=samples)
+    _checked(row, few_samples=few_samples)
+    new = calibration_of(config, few_samples=few_samples, transport=transport)
+    if stages:
+        new = msgspec.structs.replace(new, layers_per_stage=_cut(config))
+    merged(path, new)
 
 
 def merged(path: Path, new: Calibration) -> Calibration:
@@ -144,7 +164,9 @@ _KEYS = {
 
 
 def write_calibration(known: Calibration, path: Path) -> None:
-    """Writes the file, whole or not at all, and reads it again as a projection would."""
+    """Writes the file, whole or not at all, and reads it again as a projection would; makes its
+    folder if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.part")
     beside.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=1) + b"\n")
     read_calibration(beside)

@@ -11,7 +11,7 @@ their origin allows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ppruntime.config import Config
 from ppruntime.models.dims import counts, unit_specs
@@ -23,18 +23,20 @@ from ppruntime.projection.calibrate_kernels import (
     remote_copies,
     unit_pieces,
 )
-from ppruntime.projection.calibration import PerStep
 from ppruntime.projection.kernel_records import Kernels
 from ppruntime.projection.pipeline import HopCost, Parts, Piece, StageCost
 from ppruntime.projection.planner import Found, Plan, find_plans
 from ppruntime.projection.planner_inputs import expert_variants, task_of
 from ppruntime.projection.planner_task import PlannedStage, Variant
 from ppruntime.projection.projector import Job, Origin
-from ppruntime.projection.simulate import Simulation, Surroundings, collective_seconds, simulate
+from ppruntime.projection.simulate import (
+    Simulation,
+    Surroundings,
+    collective_seconds,
+    interval,
+    simulate,
+)
 from ppruntime.schedules import make
-
-SPREAD = {Origin.MEASURED: 0.02, Origin.MODELLED: 0.15, Origin.ASSUMED: 0.40}
-"""By how much a piece may be off, assumed: the step's interval has all pieces off the same way."""
 
 H200_BYTES, SMALL_BYTES = 139e9, 79.5e9
 RESERVED_BYTES = 10e9
@@ -129,12 +131,9 @@ def project_plan(
     job = job_of(config)
     around = _around(config, kernels, plan, transport)
 
-    def step_s(shift: float) -> float:
-        parts = _parts(config, kernels, plan, shift)
-        return simulate(job, parts, around, waterfall=False).pace.step_s
-
-    parts = _parts(config, kernels, plan, 0.0)
+    parts = _parts(config, kernels, plan)
     middle = simulate(job, parts, around, waterfall=waterfall)
+    low_s, high_s = interval(job, parts, around)
     return Row(
         name=name,
         transport=transport,
@@ -142,8 +141,8 @@ def project_plan(
         job=job,
         simulation=middle,
         shares=_shares(parts, middle),
-        low_s=step_s(-1.0),
-        high_s=step_s(1.0),
+        low_s=low_s,
+        high_s=high_s,
     )
 
 
@@ -192,8 +191,8 @@ def exchanges(config: Config, kernels: Kernels, eps: Sequence[int], tokens: int)
 # --- parts ---------------------------------------------------------------------------------------
 
 
-def _parts(config: Config, kernels: Kernels, plan: Plan, shift: float) -> Parts:
-    """Pieces on the plan's stages; `shift` -1 or 1 moves each by its origin's spread."""
+def _parts(config: Config, kernels: Kernels, plan: Plan) -> Parts:
+    """Pieces on the plan's stages."""
     specs = {spec.name: spec for spec in unit_specs(config.model.dims)}
     variants = {v.name: v for v in expert_variants(config, kernels)}
     stages = []
@@ -202,7 +201,7 @@ def _parts(config: Config, kernels: Kernels, plan: Plan, shift: float) -> Parts:
         for name, mode in zip(stage.units, stage.modes, strict=True):
             pieces += unit_pieces(config, specs[name], mode, kernels)
         pieces += _variant_pieces(stage, variants.get(stage.variant), kernels)
-        stages.append(StageCost(tuple(_shifted(piece, shift) for piece in pieces)))
+        stages.append(StageCost(tuple(pieces)))
     boundary = (
         2.0
         * config.train.micro_batch_size
@@ -210,7 +209,7 @@ def _parts(config: Config, kernels: Kernels, plan: Plan, shift: float) -> Parts:
         * config.model.dims.num_streams
         * config.model.dims.hidden_size
     )
-    hop_s = boundary / IB_BYTES_PER_S * (1 + shift * SPREAD[Origin.ASSUMED])
+    hop_s = boundary / IB_BYTES_PER_S
     hop = HopCost(hop_s, hop_s, Origin.ASSUMED, "ib: streams at 46 GB/s, published")
     warmup = plan.warmup if plan.order == "async_1f1b" else None
     return Parts(
@@ -219,7 +218,7 @@ def _parts(config: Config, kernels: Kernels, plan: Plan, shift: float) -> Parts:
         ),
         stages=tuple(stages),
         hops=(hop,) * (len(plan.stages) - 1),
-        per_step=tuple(_shifted_step(row, shift) for row in per_step_rows(config, kernels)),
+        per_step=tuple(per_step_rows(config, kernels)),
     )
 
 
@@ -233,23 +232,6 @@ def _variant_pieces(stage: PlannedStage, variant: Variant | None, kernels: Kerne
     input_grad_s, weight_grad_s = (blocks * change for change in changes)
     source = kernels.experts.source
     return [Piece(variant.name, 0.0, input_grad_s, weight_grad_s, Origin.MEASURED, source)]
-
-
-def _shifted(piece: Piece, shift: float) -> Piece:
-    factor = 1 + shift * SPREAD[piece.origin]
-    return replace(
-        piece,
-        forward_s=piece.forward_s * factor,
-        input_grad_s=piece.input_grad_s * factor,
-        weight_grad_s=piece.weight_grad_s * factor,
-    )
-
-
-def _shifted_step(row: PerStep, shift: float) -> PerStep:
-    factor = 1 + shift * SPREAD[Origin(row.origin)]
-    return PerStep(
-        name=row.name, seconds=row.seconds * factor, origin=row.origin, source=row.source
-    )
 
 
 def _around(config: Config, kernels: Kernels, plan: Plan, transport: str) -> Surroundings:

@@ -6,20 +6,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import msgspec
 
 from ppruntime.config.keys import Config
 from ppruntime.memory import compute_dtype_name, gradient_bytes
 from ppruntime.models.dims import UnitSpec, boundary_bytes
 from ppruntime.plan import StagePlan
 from ppruntime.plan_report import flop_costs
-from ppruntime.projection.calibration import Calibration, PerStep, transfer_seconds, unit_type
+from ppruntime.projection.calibration import (
+    Calibration,
+    PerStep,
+    TransferTimes,
+    transfer_seconds,
+    unit_type,
+)
 from ppruntime.projection.projector import Job, Origin, Pace, ProjectionError, weakest
 from ppruntime.recompute import mode_of
-from ppruntime.schedules.costs import Costs, Hops
+from ppruntime.schedules.costs import Costs, Hops, StageBytes
 from ppruntime.schedules.ops import COMPUTE, Kind, Op, Schedule
 from ppruntime.schedules.timeline import Timeline, simulate
+
+SPREAD: Mapping[Origin, float] = MappingProxyType(
+    {Origin.MEASURED: 0.02, Origin.MODELLED: 0.15, Origin.ASSUMED: 0.40}
+)
+"""By how much a time may be off, as a share of it, by where it comes from. Assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +121,54 @@ class Projection:
     """Of the step's critical path: by origin of the times that it is made of; they add up to 1."""
 
 
-def project(job: Job, parts: Parts) -> Projection:
-    """The step in virtual time, per-step pieces after it one by one."""
+def shifted(parts: Parts, shift: float, spread: Mapping[Origin, float] = SPREAD) -> Parts:
+    """`parts` with every time longer by `shift` times the spread of its origin: an interval's ends
+    are at -1 and 1, where all of them are off the same way."""
+
+    def factor(origin: Origin | str) -> float:
+        return max(0.0, 1 + shift * spread[Origin(origin)])
+
+    def piece(p: Piece) -> Piece:
+        f = factor(p.origin)
+        return replace(
+            p,
+            forward_s=f * p.forward_s,
+            input_grad_s=f * p.input_grad_s,
+            weight_grad_s=f * p.weight_grad_s,
+        )
+
+    def hop(h: HopCost) -> HopCost:
+        f = factor(h.origin)
+        return replace(h, forward_s=f * h.forward_s, backward_s=f * h.backward_s)
+
+    return replace(
+        parts,
+        stages=tuple(StageCost(tuple(map(piece, stage.pieces))) for stage in parts.stages),
+        hops=tuple(map(hop, parts.hops)),
+        per_step=tuple(
+            msgspec.structs.replace(row, seconds=factor(row.origin) * row.seconds)
+            for row in parts.per_step
+        ),
+    )
+
+
+def project(job: Job, parts: Parts, stage_bytes: StageBytes | None = None) -> Projection:
+    """The step in virtual time, per-step pieces after it one by one; with `stage_bytes` also the
+    bytes that ranks hold."""
     costs = Costs(
         *(tuple(stage.seconds(kind) for stage in parts.stages) for kind in (Kind.F, Kind.I, Kind.W))
     )
     hops = Hops(
         tuple(hop.forward_s for hop in parts.hops), tuple(hop.backward_s for hop in parts.hops)
     )
-    timeline = simulate(parts.schedule, costs, hops, jitter=parts.jitter, seed=parts.seed)
+    timeline = simulate(
+        parts.schedule,
+        costs,
+        hops,
+        jitter=parts.jitter,
+        seed=parts.seed,
+        stage_bytes=stage_bytes,
+    )
     per_step = sum(piece.seconds for piece in parts.per_step)
     step_s = timeline.makespan + per_step
     busiest = timeline.busy.index(max(timeline.busy))
@@ -178,16 +231,29 @@ def stage_costs(
 def hop_costs(
     config: Config, plan: Sequence[StagePlan], calibration: Calibration, link: str | None
 ) -> tuple[HopCost, ...]:
-    """Each hop's times by the bytes that cross there, from the calibration's rows of one link."""
-    links = sorted({row.link for row in calibration.transfers})
-    if link is None and len(links) > 1:
-        raise ProjectionError(f"the calibration has links {', '.join(links)}; choose with --link")
-    chosen = links[0] if link is None else link
-    rows = [row for row in calibration.transfers if row.link == chosen]
-    if not rows:
-        raise ProjectionError(f"the calibration has no link {chosen}; it has {', '.join(links)}")
+    """Each hop's times by the bytes that cross there, from the calibration's rows of its link:
+    `link` names one for all hops, or one per hop, separated by commas."""
+    rows_of: dict[str, list[TransferTimes]] = {}
+    for row in calibration.transfers:
+        rows_of.setdefault(row.link, []).append(row)
+    links = ", ".join(sorted(rows_of))
+    if link is None and len(rows_of) > 1:
+        raise ProjectionError(
+            f"the calibration has links {links}; choose with --link, one for all hops or one per "
+            "hop, separated by ','"
+        )
+    named = list(rows_of) if link is None else [part.strip() for part in link.split(",")]
+    if len(named) not in (1, len(plan) - 1):
+        raise ProjectionError(
+            f"--link names {len(named)} links, the pipeline has {len(plan) - 1} hops; give one for "
+            "all or one per hop"
+        )
     hops = []
-    for stage in plan[:-1]:
+    for index, stage in enumerate(plan[:-1]):
+        chosen = named[0] if len(named) == 1 else named[index]
+        rows = rows_of.get(chosen)
+        if rows is None:
+            raise ProjectionError(f"the calibration has no link {chosen}; it has {links}")
         forward = boundary_bytes(
             config.model.dims,
             stage.after,

@@ -7,7 +7,7 @@ give the same `Pace` from either end. `pipeline` finds the step time of a pipeli
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 DAY_S = 86400.0
@@ -37,6 +37,24 @@ class Number:
     unit: str
     origin: Origin
     source: str
+    low: float | tuple[float, ...] | None = None
+    """The lower end of its interval; None: it has none, it is arithmetic on what was given."""
+    high: float | tuple[float, ...] | None = None
+
+
+def with_interval(middle: Number, *others: Number) -> Number:
+    """`middle` with the interval that the values of all of them span; as it is where they are the
+    same."""
+    rows = [
+        number.value if isinstance(number.value, tuple) else (number.value,)
+        for number in (middle, *others)
+    ]
+    low, high = (tuple(map(end, zip(*rows, strict=True))) for end in (min, max))
+    if all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12) for a, b in zip(low, high, strict=True)):
+        return middle
+    if isinstance(middle.value, tuple):
+        return replace(middle, low=low, high=high)
+    return replace(middle, low=low[0], high=high[0])
 
 
 def weakest(*origins: Origin) -> Origin:

@@ -7,7 +7,7 @@ that slow compute down, noise, host copies, the data ranks' collectives. No torc
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -17,7 +17,7 @@ from ppruntime.models.dims import unit_parameters
 from ppruntime.models.parameters import Part
 from ppruntime.plan import StagePlan
 from ppruntime.projection.calibration import SENT
-from ppruntime.projection.pipeline import Parts
+from ppruntime.projection.pipeline import SPREAD, Parts, shifted
 from ppruntime.projection.projector import Job, Origin, Pace, ProjectionError, weakest
 from ppruntime.schedules.costs import Costs, StageBytes
 from ppruntime.schedules.machine import HostCopies, Interference, Link, Machine, Noise, StepEnd
@@ -163,6 +163,40 @@ def simulate(job: Job, parts: Parts, around: Surroundings, *, waterfall: bool = 
         rungs=tuple(_waterfall(job, parts, around, slowest)) if waterfall else (),
         path_s=dict(path),
         path_by_stage_s=tuple(by_stage),
+    )
+
+
+def interval(
+    job: Job, parts: Parts, around: Surroundings, spread: Mapping[Origin, float] = SPREAD
+) -> tuple[float, float]:
+    """The step's seconds with everything shorter, and with everything longer, by the spread of its
+    origin: ops, hops, per-step pieces, slow-downs and the data ranks' collectives."""
+    low, high = (
+        simulate(
+            job,
+            shifted(parts, shift, spread),
+            _shifted_around(around, shift, spread),
+            waterfall=False,
+        ).pace.step_s
+        for shift in (-1.0, 1.0)
+    )
+    return low, high
+
+
+def _shifted_around(
+    around: Surroundings, shift: float, spread: Mapping[Origin, float]
+) -> Surroundings:
+    slows = 1 + shift * spread[around.interference_origin]
+    collectives = 1 + shift * spread[around.data_origin]
+    return replace(
+        around,
+        interference=Interference(
+            slows * around.interference.one_way,
+            slows * around.interference.both_ways,
+            min(1.0, slows * around.interference.blocking),
+        ),
+        reduce_s=tuple(collectives * seconds for seconds in around.reduce_s),
+        gather_s=tuple(collectives * seconds for seconds in around.gather_s),
     )
 
 

@@ -237,7 +237,7 @@ def test_a_name_gives_the_functions_that_can_run_there(monkeypatch):
 
 
 @pytest.mark.compiles
-@pytest.mark.slow  # about 15 s: every kernel of the head and the residuals at V4.1's width
+@pytest.mark.slow  # about 15 s: the kernels of compile_layer_parts.py at V4.1's width
 def test_kernels_compile_for_hopper_without_spills():
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
@@ -250,7 +250,7 @@ def test_kernels_compile_for_hopper_without_spills():
     )
     assert run.returncode == 0, run.stdout + run.stderr
     kernels_of = json.loads(run.stdout)
-    assert len(kernels_of) == 22
+    assert len(kernels_of) == 27
     for name, kernel in kernels_of.items():
         assert kernel["spills"] == 0, name
         assert kernel["shared_bytes"] <= 227 * 1024, name

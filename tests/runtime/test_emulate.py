@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from time import perf_counter
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -26,7 +27,7 @@ from ppruntime.experts.options import ExpertChoice
 from ppruntime.launch.cli import main
 from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.plan import cut
-from ppruntime.projection.calibrate import Depths
+from ppruntime.projection.calibrate import Depths, refuse_zero_weights
 from ppruntime.projection.calibration import Calibration, PerStep, StageTimes, read_calibration
 from ppruntime.projection.calibration_file import (
     calibration_of,
@@ -424,7 +425,7 @@ def test_calibrations_of_another_run_few_samples_and_profilers_are_refused(tmp_p
         made = calibration_of(config, few_samples=True, transport="gloo", stages=[row])
         return msgspec.structs.replace(made, **changes)
 
-    path = tmp_path / "c.json"
+    path = tmp_path / "a folder that is not there" / "c.json"
     write_calibration(known(), path)
     with pytest.raises(ProjectionError, match="7 samples are too few"):
         calibration_of(config, few_samples=False, transport="gloo", stages=[row])
@@ -454,6 +455,31 @@ def test_calibrations_of_another_run_few_samples_and_profilers_are_refused(tmp_p
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        "emulate {tiny} --stages 2-3 --one-by-one --costs 1,1,1 --steps 2 --out {out}",
+        "calibrate {tiny} pp.size=1 --samples 24 --out {out}",
+    ],
+)
+def test_what_a_file_would_refuse_is_refused_before_anything_runs(
+    command, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("ppruntime.ranks.join", lambda *_, **__: pytest.fail("something ran"))
+    out = tmp_path / "c.json"
+    keys = [key for key in SMALL if "pp.size" not in key] + ["train.num_micro_batches=18"]
+    words = [*command.format(tiny=TINY, out=out).split(), *keys]
+    assert main(words) == 2
+    assert re.search(r"^(24|28) samples are too few", capsys.readouterr().err)
+    other = calibration_of(
+        load([TINY], [*keys, "train.seq_len=16"]), few_samples=True, transport=""
+    )
+    write_calibration(other, out)
+    assert main([*words, "--few-samples"]) == 2
+    assert "is of seq_len 16, this run of 8; write to another file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("overrides", "present", "complaint"),
     [
         (["train.num_micro_batches=11"], range(0, 2), "set train.num_micro_batches to 12 or more"),
@@ -470,6 +496,7 @@ def test_what_cannot_be_emulated_is_refused(overrides, present, complaint):
     ("arguments", "complaint"),
     [
         ("emulate {tiny} --stages 0-x --out c", "is not FIRST-LAST"),
+        ("emulate {tiny} --stages 3-1 --out c --costs 1,1,1", "--stages 3-1 ends before it begins"),
         ("emulate {tiny} --stages 0 --out c", "give --costs or --calibration"),
         ("emulate {tiny} --stages 0-1 --out c --costs 1,1,1", "need 2 processes"),
         ("calibrate {tiny}", "give either --out"),
@@ -511,3 +538,12 @@ def test_calibrations_and_emulations_move_messages_as_the_run_says(monkeypatch):
     finally:
         leave()
     assert (given["nccl_library"], given["timeout_seconds"]) == ("/opt/libnccl.so.2", 7)
+
+
+def test_zero_weights_are_refused_whatever_the_gains_are():
+    """By calibrations and emulations alike: kernels run too fast on zeros."""
+    stage = SimpleNamespace(units=torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3)))
+    refuse_zero_weights(stage, "layer 0")
+    torch.nn.init.zeros_(stage.units[0].weight)
+    with pytest.raises(ProjectionError, match="all weights of layer 0 are zeros"):
+        refuse_zero_weights(stage, "layer 0")

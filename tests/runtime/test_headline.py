@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ppruntime.config import load
+from ppruntime.launch.cli import main
 from ppruntime.models.dims import UnitKind, preset, unit_specs
 from ppruntime.projection.calibrate_kernels import (
     kernel_calibration,
@@ -141,6 +143,25 @@ def test_the_published_ep64_row_is_infiniband_bound():
     assert rank.ib_s > 20 * rank.nvlink_s
     assert found[8, "rank", True].ib_bytes == 0
     assert found[8, "rank", True].bound_by == "compute"
+
+
+def test_no_table_of_the_headline_hides_its_batch_or_what_was_measured(tmp_path, capsys):
+    out = tmp_path / "headline.md"
+    assert main(["headline", "--micro-batches", "24", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == out.read_text()
+    sections = [
+        part.splitlines() for part in re.split(r"^#+ ", out.read_text(), flags=re.M) if part
+    ]
+    told = 0
+    for title, *lines in sections:
+        headings = [line for line in lines if line.startswith("|") and "MFU %" in line]
+        about = " ".join([title, *headings, *(line for line in lines if line[:1] != "|")])
+        if headings:
+            told += 1
+            assert "tokens a step" in about, title
+            assert "GPUs" in about, title
+            assert "easured / modelled / assumed" in about, title
+    assert told == 3
 
 
 def test_a_folder_without_records_is_refused(tmp_path):

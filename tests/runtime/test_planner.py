@@ -18,6 +18,7 @@ from ppruntime.models.dims import unit_specs
 from ppruntime.order import make_order
 from ppruntime.plan import cut
 from ppruntime.projection.calibrate_kernels import kernel_calibration
+from ppruntime.projection.calibration import unit_type
 from ppruntime.projection.kernel_records import read_kernels
 from ppruntime.projection.planner import find_plans
 from ppruntime.projection.planner_inputs import expert_variants, task_of
@@ -131,7 +132,7 @@ def test_a_host_makes_room_for_what_the_device_cannot_hold():
 
 @pytest.mark.slow
 def test_for_v41_flash_the_search_beats_uniform_stages_and_says_by_how_much(capsys):
-    arguments = ["plan", "--search", str(FULL), "parallel.dp=12", "train.num_micro_batches=64"]
+    arguments = ["plan", "--search", "parallel.dp=12", "train.num_micro_batches=64"]
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["gpus"], found["global_batch_tokens"]) == (1536, 64 * 8192 * 96)
@@ -141,6 +142,34 @@ def test_for_v41_flash_the_search_beats_uniform_stages_and_says_by_how_much(caps
     assert all(stage["peak_bytes"] <= 139e9 * (1 + 1e-9) for stage in best["stages"])
     assert found["bounds"]["step_s"] <= best["step_s"]
     assert "0 % measured" in found["rests_on"]
+    assert sum(found["shares"].values()) == pytest.approx(1)
+
+
+def test_a_search_from_a_calibration_says_what_share_of_it_was_measured(tmp_path, capsys):
+    row = {"origin": "assumed", "source": "a guess", "samples": 0}
+    times = {"forward_s": 0.01, "input_grad_s": 0.01, "weight_grad_s": 0.01}
+    timed = {"origin": "measured", "source": "run 1", "samples": 100}
+    dims = load([FULL]).model.dims
+    kinds = sorted({unit_type(dims, spec) for spec in unit_specs(dims)})
+    known = {
+        **{"schema": 1, "command": "", "device": "H200", "versions": {}, "date": "2026-01-01"},
+        **{"model": "v41-flash", "seq_len": 8192, "micro_batch_size": 1, "ep": 8, "seeds": [0]},
+        **{"transport": "idle", "routing": "", "zero_weights": False, "profiled": False},
+        "units": [
+            (timed if kind == "moe.routed" else row) | times | {"unit": kind, "ac_mode": "full"}
+            for kind in kinds
+        ],
+        "transfers": [row | {"link": "ib", "num_bytes": 1, "seconds": 0.001}],
+    }
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(known))
+    arguments = ["plan", "--search", "parallel.dp=12", "train.num_micro_batches=32"]
+    assert main([*arguments, "--memory-gb", "500", "--calibration", str(path)]) == 0
+    # 40 of 82 units of equal length.
+    assert (
+        f"{path}, of 2026-01-01 on H200; whole units count as their weakest part: 49 % measured, "
+        "0 % modelled, 51 % assumed\n"
+    ) in capsys.readouterr().out
 
 
 def test_a_plans_overrides_are_the_run_that_it_planned():

@@ -21,8 +21,8 @@ def command(tmp_path, monkeypatch, capsys):
     """`command("--mfu 30 ...")` -> exit code, standard output, standard error."""
     monkeypatch.chdir(tmp_path)
 
-    def run(arguments):
-        code = main(["project", *arguments.split()])
+    def run(arguments, name="project"):
+        code = main([name, *arguments.split()])
         out, err = capsys.readouterr()
         return code, out, err
 
@@ -31,6 +31,7 @@ def command(tmp_path, monkeypatch, capsys):
 
 HEADLINE = """\
 51.0 days for 20.00T tokens on 1,536 GPUs at 28.94 % MFU: steps of 55.40 s with 251.7M tokens each
+of the step, 0.00 % is measured, 0.00 % modelled, 100.00 % assumed
 
 days                       51.0 days        modelled  total_tokens / tokens_per_s
 step_s                    55.40 s           modelled  global_batch_tokens / tokens_per_s
@@ -39,6 +40,9 @@ tokens_per_s             4.543M tokens/s    modelled  mfu x gpus x peak_flops / 
 tokens_per_s_per_gpu     2.957k tokens/s    modelled  tokens_per_s / gpus
 steps                    79,473 steps       modelled  total_tokens / global_batch_tokens
 gpu_hours             1,878,529 GPU-hours   modelled  24 x days x gpus
+measured_share             0.00 %           modelled  of the step, all of which follows from --mfu
+modelled_share             0.00 %           modelled  of the step, all of which follows from --mfu
+assumed_share            100.00 %           modelled  of the step, all of which follows from --mfu
 gpus                      1,536 GPUs        assumed   --gpus
 global_batch_tokens      251.7M tokens      modelled  \
 320 micro-batches x 1 x 8,192 tokens x dp 12 x ep 8, pp 16; v41-flash-pp16.toml
@@ -132,6 +136,20 @@ PIPELINE = (
 )
 
 
+MEASURED_OPS = {
+    **{"origin": "measured", "source": "run 7", "samples": 100},
+    **{"forward_s": 0.3, "input_grad_s": 0.4, "weight_grad_s": 0.3},
+}
+
+
+def calibrate(**rows):
+    """Writes c.json: the document's example with these rows, for `PIPELINE`."""
+    document = (ROOT / "docs" / "projection.md").read_text()
+    example = json.loads(document.split("```json\n")[1].split("```")[0])
+    example |= {"seq_len": 16384, "layers_per_stage": [10, 10, 10, 10], "units": []}
+    Path("c.json").write_text(json.dumps(example | {"transfers": [], "per_step": []} | rows))
+
+
 def test_a_pipeline_from_given_seconds(command):
     """Four equal stages of 1 s, 4 micro-batches, hops of 0.1 s exposed: 7 s and 6 hops."""
     found = json.loads(
@@ -151,6 +169,8 @@ def test_a_pipeline_from_given_seconds(command):
         "unit": "s",
         "origin": "assumed",
         "source": "--per-step-s",
+        "low": pytest.approx(0.21),
+        "high": pytest.approx(0.49),
     }
     assert numbers["assumed_share"]["value"] == pytest.approx(100)
     assert numbers["peak_in_flight"]["value"] == [4, 3, 2, 1]
@@ -181,6 +201,83 @@ def test_a_pipeline_from_a_calibration_says_what_share_is_measured(command):
     assert found["numbers"]["per_step.optimizer_s"]["origin"] == "assumed"
     found = json.loads(command(f"{start} --json")[1])  # hops from the file
     assert found["numbers"]["hop0.forward_s"]["source"].startswith("ib: ")
+
+
+def test_every_number_of_a_pipeline_that_times_go_into_has_an_interval(command):
+    """Equal stages and hops of no time: the step is as far off as what it is made of."""
+    start = f"{PIPELINE} --gpus 64 --costs 0.3,0.4,0.3 --transfer-s 0 --per-step-s 1 "
+    start += "--price-per-gpu-hour 2 --spread 1,5,25 "
+    found = json.loads(command(f"{start} --json")[1])
+    numbers = found["numbers"]
+    for name in ("days", "step_s", "gpu_hours", "cost", "stage2.forward_s", "per_step.rest_s"):
+        number = numbers[name]
+        assert number["low"] == pytest.approx(0.75 * number["value"]), name
+        assert number["high"] == pytest.approx(1.25 * number["value"]), name
+    assert numbers["mfu"]["low"] == pytest.approx(found["mfu"] / 1.25)
+    assert numbers["mfu"]["high"] == pytest.approx(found["mfu"] / 0.75)
+    assert len(numbers["rank_busy_s"]["low"]) == 4
+    for name in ("gpus", "global_batch_tokens", "steps", "bubble_share", "peak_in_flight"):
+        assert "low" not in numbers[name], name
+    text = command(start)[1].splitlines()
+    low, high = numbers["days"]["low"], numbers["days"]["high"]
+    assert text[2].startswith(f"interval: {low:,.1f} to {high:,.1f} days, ")
+    assert text[3] == (
+        "intervals: times may be off, measured by 1 %, modelled by 5 %, assumed by 25 %, all the "
+        "same way (assumed)"
+    )
+    assert found["conditions"] == text[3:4]
+
+
+def test_a_measured_pipeline_has_a_narrow_interval_and_says_what_was_timed(command):
+    calibrate(stages=[MEASURED_OPS | {"stage": stage} for stage in range(4)])
+    start = f"{PIPELINE} --gpus 64 --calibration c.json --transfer-s 0 --per-step-s 0"
+    numbers = json.loads(command(f"{start} --json")[1])["numbers"]
+    assert numbers["step_s"]["high"] == pytest.approx(1.02 * numbers["step_s"]["value"])
+    assert (
+        "calibration: of 2026-01-01 on none, ops timed with transport idle, routing spread, ep 8\n"
+        in command(start)[1]
+    )
+
+
+def test_a_pipelines_ranks_have_their_memory_and_what_was_measured_of_it(command):
+    row = {"origin": "measured", "source": "run 7"}
+    calibrate(
+        stages=[MEASURED_OPS | {"stage": stage} for stage in range(4)],
+        peaks=[row | {"stage": 2, "allocated_bytes": 91 * 10**9, "reserved_bytes": 10**11}],
+    )
+    start = f"{PIPELINE} --gpus 64 --calibration c.json --transfer-s 0 --per-step-s 0"
+    numbers = json.loads(command(f"{start} --json")[1])["numbers"]
+    simulated = json.loads(command(f"{start} --json --memory", "simulate")[1])
+    held = numbers["rank_peak_bytes"]
+    assert held["value"] == pytest.approx(simulated["peak_bytes"])
+    assert (held["origin"], held["unit"]) == ("modelled", "bytes")
+    assert all(a < b < c for a, b, c in zip(held["low"], held["value"], held["high"], strict=True))
+    assert numbers["measured_peak.stage2"] == row | {"value": 91 * 10**9, "unit": "bytes"}
+    text = command(start)[1]
+    assert "rank_peak_bytes\n" in text
+    assert re.search(r"^measured_peak.stage2 +91.0 GB bytes +measured +run 7$", text, re.MULTILINE)
+
+
+def test_each_hop_may_go_over_a_link_of_its_own(command):
+    row = {"origin": "measured", "source": "run 7", "samples": 100}
+    calibrate(
+        stages=[MEASURED_OPS | {"stage": stage} for stage in range(4)],
+        transfers=[
+            row | {"link": link, "num_bytes": 10**9, "seconds": s}
+            for link, s in (("ib", 0.1), ("nvlink", 0.01))
+        ],
+    )
+    start = f"{PIPELINE} --gpus 64 --calibration c.json --per-step-s 0"
+    numbers = json.loads(command(f"{start} --link nvlink,ib,nvlink --json")[1])["numbers"]
+    hops = [numbers[f"hop{hop}.forward_s"]["value"] for hop in range(3)]
+    assert hops == pytest.approx([0.01, 0.1, 0.01])
+    for links, text in (
+        ("ib,nvlink", "--link names 2 links, the pipeline has 3 hops; give one for all or one per"),
+        ("ib,ether,ib", "the calibration has no link ether; it has ib, nvlink"),
+    ):
+        code, out, err = command(f"{start} --link {links}")
+        assert (code, out) == (2, "")
+        assert err.startswith(text)
 
 
 def test_the_documents_commands_print_what_it_says(command):
@@ -297,6 +394,22 @@ def test_jitter_slows_the_step_down_and_is_labelled(command):
             "no.json cannot be read (No such file or directory); name a file",
         ),
         ("--mfu 30 model.name=tini", "command line: "),
+        ("--mfu 30 --tokens 0", "--tokens is 0; give a number above 0"),
+        ("--mfu 30 --peak-flops -1", "--peak-flops is -1; give a number above 0"),
+        ("--mfu 30 --global-batch-tokens 0", "--global-batch-tokens is 0; give a number above 0"),
+        ("--mfu 30 --spread 1,2,3", "--spread has no effect with --mfu; leave it out, or start"),
+        (
+            "--efficiency 45 --transfer-s 0 --per-step-s 0 --spread 2,15",
+            "--spread '2,15' is not MEASURED,MODELLED,ASSUMED in percent under 100; write such as",
+        ),
+        (
+            "--efficiency 45 --transfer-s 0 --per-step-s 0 --jitter 5",
+            "--jitter 5 is 500 % here, where it is a share; write 0.05 if 5 % was meant",
+        ),
+        (
+            "--efficiency 45 --transfer-s 0 --per-step-s a=1,a=2",
+            "--per-step-s names a twice; say it once",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence_and_exit_2(command, arguments, text):

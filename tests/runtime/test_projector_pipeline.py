@@ -286,6 +286,16 @@ def full_plan(*overrides: str):
     return config, cut(config.model.dims, range(16), config.pp.layers_per_stage, seq_len=8192)
 
 
+@pytest.mark.parametrize("name", ["v41-flash", "v4-flash", "tiny", "tiny-v4"])
+def test_the_units_of_every_model_have_names_that_a_file_may_hold(name, tmp_path):
+    dims = preset(name)
+    kinds = {unit_type(dims, spec) for spec in unit_specs(dims)}
+    path = tmp_path / "c.json"
+    units = [op_times(unit=kind, ac_mode="full") for kind in kinds]
+    path.write_bytes(msgspec.json.encode(calibration(units=units)))
+    assert {row.unit for row in read_calibration(path).units} == kinds
+
+
 def test_units_that_cost_the_same_have_one_name():
     dims = preset("v41-flash")
     names = [unit_type(dims, spec) for spec in unit_specs(dims)]
@@ -376,6 +386,18 @@ def test_times_of_something_else_are_refused(changes, text):
             "transfers[0].num_bytes is 0; give 1 or more",
         ),
         ({"stages": [op_times(stage=0)]}, "stages were timed at an unknown cut; add layers_per"),
+        (
+            {"stages": [op_times(stage=2)], "layers_per_stage": [20.0, 20.0]},
+            "stages[0].stage is 2, layers_per_stage has stages 0 to 1; leave the row out",
+        ),
+        (
+            {"units": [op_times(unit="moe.router", ac_mode="full")]},
+            "units[0].unit is 'moe.router', which no model has; write such as",
+        ),
+        (
+            {"per_step": [row(name="reduce", seconds=0.1, data_ranks=0)]},
+            "per_step[0].data_ranks is 0; give 1 or more",
+        ),
     ],
 )
 def test_a_file_that_tells_too_little_is_refused(tmp_path, changes, text):

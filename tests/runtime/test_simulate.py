@@ -49,15 +49,31 @@ def test_the_report_adds_up_in_text_json_and_page(command, tmp_path):
     assert found["shares"]["measured"] == 0
     pipeline = {sum(rank[f"{c}_s"] for c in ("work", *CAUSES)) for rank in found["ranks"]}
     assert len({round(seconds, 9) for seconds in pipeline}) == 1
-    assert sum(found["critical_path_s"].values()) == pytest.approx(pipeline.pop())
+    assert sum(found["critical_path_s"].values()) == pytest.approx(next(iter(pipeline)))
     rungs = [rung["step_s"] for rung in found["waterfall"]]
     assert rungs[-1] == found["step_s"] == max(found["replica_step_s"])
     assert rungs[:3] == sorted(rungs[:3])
     assert found["goodput"]["goodput_days"] > found["days"]
+    low, high = found["interval"]["step_s"]
+    assert low < found["step_s"] < high
+    assert found["interval"]["days"] == pytest.approx(
+        [found["days"] * end / found["step_s"] for end in (low, high)]
+    )
+    legs = found["critical_path"]
+    assert sum(leg["finish_s"] - leg["start_s"] for leg in legs) == pytest.approx(
+        sum(found["critical_path_s"].values())
+    )
+    assert legs[-1]["finish_s"] == pytest.approx(next(iter(pipeline)))
+    assert [max(held for _, held in points) for points in found["memory"]] == found["peak_bytes"]
+    busiest = max(found["ranks"], key=lambda rank: rank["work_s"])
+    idle = sum(busiest[f"{c}_s"] for c in CAUSES if c not in ("noise", "interference"))
+    assert found["bubble_share"] == pytest.approx(idle / found["step_s"])
     for text in (command(noisy)[1], (tmp_path / "page.html").read_text()):
         assert "1,536 GPUs" in text
         assert "31.46M tokens each" in text
         assert "0.00 % is measured" in text
+        assert "interval: " in text
+        assert "intervals: times may be off" in text
     page = (tmp_path / "page.html").read_text()
     assert not re.search(r"(src|href)=|@import|url\(", page)
     pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
@@ -132,6 +148,10 @@ def test_data_ranks_move_the_bytes_of_the_published_estimate():
         (COSTS + "--host-bandwidth x --offload-every 1", "--host-bandwidth 'x' is not numbers"),
         (COSTS + "--stall 3", "is not PERCENT,SECONDS"),
         (COSTS + "--replicas 0", "--replicas 0 is no count"),
+        (COSTS + "--replicas 2", "--replicas has no effect without noise; leave it out, or add"),
+        (COSTS + "--seed 3", "--seed has no effect without noise; leave it out, or add"),
+        (COSTS + "--html no/page.html", "--html no/page.html: there is no folder no; make it"),
+        (COSTS + "--spread 1,2,100", "is not MEASURED,MODELLED,ASSUMED in percent under 100"),
     ],
 )
 def test_wrong_uses_are_refused_with_the_remedy(command, rest, complaint):
