@@ -185,8 +185,8 @@ def gather_step(
         OpTimes(t.op, t.start - offset.ns, t.ready - offset.ns, t.end - offset.ns) for t in times
     ]
     parts = gather_bytes(msgspec.json.encode(mine), group)
-    times = [msgspec.json.decode(part, type=list[OpTimes[int]]) for part in parts]
-    return measured_step(schedule, times, pairs_overlap=pairs_overlap)
+    everyones = [msgspec.json.decode(part, type=list[OpTimes[int]]) for part in parts]
+    return measured_step(schedule, everyones, pairs_overlap=pairs_overlap)
 
 
 def measured_step(

@@ -358,9 +358,11 @@ def chrome_trace(
         named = [(2 * rank, f"rank {rank}")]
         if any(timed.rank == rank for timed in transfers):
             named.append((2 * rank + 1, f"rank {rank} sends"))
-        for stage in sorted({timed.op.stage for timed in row}):
-            if threads[rank, stage] != 2 * rank:
-                named.append((threads[rank, stage], f"rank {rank}, stage {stage}"))
+        named += [
+            (threads[rank, stage], f"rank {rank}, stage {stage}")
+            for stage in sorted({timed.op.stage for timed in row})
+            if threads[rank, stage] != 2 * rank
+        ]
         for tid, name in named:
             place = tid if tid < 2 * len(rows) else 2 * rank  # below the rank's own
             for kind, args in (

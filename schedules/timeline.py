@@ -107,10 +107,10 @@ def simulate(
 
     A lowered order's transfers start at its SEND entries, else when the op that made the data ends;
     no entry but compute takes time. `fuse_pairs` makes every Pair a barrier: both halves start once
-    both inputs are there, and take `overlap_gain` x (forward + backward). With `paired`, the costs of
-    ops in pairs, halves run beside each other (`lanes`): each starts once its own input is there,
-    and what follows waits for both. `jitter` is the relative standard deviation of op times, drawn
-    from `seed` per op, so orders can be compared under it.
+    both inputs are there, and take `overlap_gain` x (forward + backward). With `paired`, the costs
+    of ops in pairs, halves run beside each other (`lanes`): each starts once its own input is
+    there, and what follows waits for both. `jitter` is the relative standard deviation of op times,
+    drawn from `seed` per op, so orders can be compared under it.
 
     Raises ScheduleError with the cycle of waits if the order cannot finish.
     """

@@ -197,12 +197,12 @@ def train_by_tokens(rank: int, run_dir: str, overrides: tuple[str, ...]):
     from ppruntime.models.token_dispatch import TokenDispatcher
     from ppruntime.ranks import open_expert_group
 
-    def opened(config, ranks, *, timeout_seconds):
+    def opened(config, ranks, stages, *, timeout_seconds, gemm_sms):
         group = open_expert_group(ranks, timeout_seconds=timeout_seconds)
         buffer = ExchangeBuffer(ProcessExchange.of(group))
-        return TokenDispatcher(buffer, WireOptions(), num_chunks=2)
+        return dict.fromkeys(stages, TokenDispatcher(buffer, WireOptions(), num_chunks=2))
 
-    module.open_dispatcher = opened
+    module.open_dispatchers = opened
     return train(rank, run_dir, overrides)
 
 

@@ -87,7 +87,7 @@ def test_the_config_refuses_it_on_a_cpu():
 def test_the_experts_kernels_get_the_budget_and_start_no_more_programs():
     config = load(["launch/configs/tiny.toml"], ["pp.gemm_sms=100"])
     options = moe_options(config, 0, ExpertChoice(ExpertBackend.TRITON), HERE.dispatcher)
-    assert options.fp8.gemm_sms == 100
+    assert options.fp8.gemm_sms.now == 100
     for tile in (grouped_gemm.FORWARD_TILE, replace(grouped_gemm.FORWARD_TILE, num_warps=8)):
         per_sm = 8 // tile.num_warps
         assert grouped_gemm.num_programs(10_000, tile, 100) == 100 * per_sm
