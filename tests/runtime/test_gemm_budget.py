@@ -11,11 +11,12 @@ import torch
 from ppruntime.config import ConfigError, load
 from ppruntime.connect import transport_options
 from ppruntime.experts.options import ExpertChoice, moe_options
-from ppruntime.gemm_budget import limit_gemms, with_gemm_budget
+from ppruntime.gemm_budget import GemmBudget, limit_gemms, with_gemm_budget
 from ppruntime.models.kernels import grouped_gemm
 from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.models.moe import HERE
 
+TINY = "launch/configs/tiny.toml"
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
@@ -72,6 +73,59 @@ def test_gemms_leave_room_for_nccls_waiting_transfers_unless_told_otherwise(
     assert with_gemm_budget(config, CUDA).pp.gemm_sms == sms
     assert carveouts[-1] == (None if sms is None else 132 - sms)
     assert transport_options(config).get("transport_ctas") == ctas
+
+
+PAIRS = ["pp.schedule=dualpipe_v", "pp.overlap_pairs=true"]
+
+
+def test_a_pairs_halves_have_budgets_of_their_own_which_torch_and_our_kernels_are_told(carveouts):
+    config = load([TINY], ["pp.size=2", *PAIRS, "pp.gemm_sms=120", "pp.pair_gemm_sms=[80, 40]"])
+    budget = GemmBudget(with_gemm_budget(config, CUDA), CUDA)
+    assert budget.halves == (None, "forward", "backward")
+    told = []
+    for half in ("backward", "forward", "forward", None, None):
+        budget.use(half)
+        told.append((budget.sms.now, carveouts[-1]))
+    assert told == [(40, 92), (80, 52), (80, 52), (120, 12), (120, 12)]
+    assert len(carveouts) == 1 + 1 + 3  # nothing is told twice
+
+
+def test_without_a_budget_for_pairs_theirs_is_the_usual_one(carveouts):
+    config = load([TINY], ["pp.size=2", *PAIRS, "pp.gemm_sms=120"])
+    budget = GemmBudget(with_gemm_budget(config, CUDA), CUDA)
+    assert budget.halves == (None,)
+    for half in ("backward", "forward", None):
+        budget.use(half)
+        assert (budget.sms.now, carveouts[-1]) == (120, 12)
+
+
+@pytest.mark.parametrize(
+    ("keys", "device", "text"),
+    [
+        ("[140, 66]", CUDA, r"pair_gemm_sms = 140, but cuda:0 has 132 .*use at most 132"),
+        ("[66, 66]", CPU, r"pp\.pair_gemm_sms = 66 has no effect on the cpu; leave it out"),
+    ],
+)
+def test_a_budget_of_pairs_that_the_device_does_not_have_is_refused(carveouts, keys, device, text):
+    config = load([TINY], ["pp.size=2", *PAIRS, f"pp.pair_gemm_sms={keys}"])
+    with pytest.raises(ConfigError, match=text):
+        with_gemm_budget(config, device)
+
+
+@pytest.mark.parametrize(
+    ("keys", "there"), [((), 132), (("pp.gemm_sms=120",), 120)], ids=["all", "limited"]
+)
+def test_halves_whose_products_wait_for_rows_have_to_share_the_gpu(carveouts, keys, there):
+    fused = ["model.hidden_size=128", "model.expert_width=128", "train.precision=bf16"]
+    fused += ["moe.dispatch.type=mega_moe", "pp.size=2", *PAIRS, *keys]
+    config = load([TINY], [*fused, "pp.pair_gemm_sms=[100, 80]"])
+    text = (
+        rf"= \[100, 80\] gives both halves 180 of {there} .* such as \[{there // 2}, {there // 2}"
+    )
+    with pytest.raises(ConfigError, match=text):
+        with_gemm_budget(config, CUDA)
+    shared = load([TINY], [*fused, "pp.pair_gemm_sms=[80, 40]"])
+    assert with_gemm_budget(shared, CUDA).pp.pair_gemm_sms == (80, 40)
 
 
 def test_on_a_cpu_nothing_is_left_free():

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppruntime.schedules import make
-from ppruntime.schedules.check import check
+from ppruntime.schedules.check import check, check_progress
 from ppruntime.schedules.counts import Edge, crosses_ranks, edges, slots_held
 from ppruntime.schedules.credits import uncredited
 from ppruntime.schedules.formats import from_csv
@@ -119,6 +119,16 @@ def test_each_stage_runs_its_own_ops_in_the_orders_order_but_for_receives(sizes)
             for kinds in ({Kind.RECV_F}, {Kind.RECV_B}, set(Kind) - {Kind.RECV_F, Kind.RECV_B}):
                 mine = [op for op in program if op.stage == stage and op.kind in kinds]
                 assert mine == [op for op in ops if op.stage == stage and op.kind in kinds]
+
+
+@given(sizes=SIZES)
+def test_the_order_ends_also_if_each_pair_waits_for_both_inputs(sizes):
+    num_ranks, more, split, _ = sizes
+    schedule = make("dualpipe_v", num_ranks, num_ranks + 1 + more)
+    schedule = split_backward(schedule) if split else schedule
+    slots = slots_held(schedule)
+    fused = add_frees(add_transfers(schedule, slots=slots, fuse_pairs=True))
+    check_progress(fused, slots=slots, fuse_pairs=True)
 
 
 def memory_races(program, *, until_free):
