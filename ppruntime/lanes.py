@@ -8,11 +8,19 @@ allocator gives all of it back.
 
 What else two lanes might share: modules keep no scratch memory over calls, and what they keep for
 good (layouts of rows) is made while a stage warms up; products draw tickets from counters of their
-own call. A dispatcher that holds buffers or a communicator is there once for each stage
-(`build`). Copies to the host and back, Engram's lookups and FSDP's gathers wait for the stream that
-is current, which is the lane; autograd runs each node on the stream of its forward. Where another
-lane reads a tensor, `record_stream` is not the way: its memory would come back when the device is
-past, while the host is a step ahead.
+own call, and packages (deep_gemm, FlashMLA, cuDNN's frontend) take the current stream and memory of
+the call; cuBLAS has a workspace for each stream. A dispatcher that holds buffers or a communicator
+is there once for each stage (`build`). Sends, copies to the host and back, Engram's lookups and
+FSDP's gathers wait for the stream that is current, which is the lane, and hold what they read until
+they are past; autograd runs each node on the stream of its forward. Where another lane reads a
+tensor, `record_stream` is not the way: its memory would come back when the device is past, while
+the host is a step ahead.
+
+Kernels that wait for a peer on their multiprocessors (the fused layer's products and meetings,
+deep_ep's and NCCL's transfers) may be there from both halves, in another order on each rank. Those
+of both must fit the GPU together; all others end by themselves and make room. deep_ep's and NCCL's
+are few thread blocks; the fused layer's take what `pp.pair_gemm_sms` gives each half, which
+`gemm_budget` wants to fit together. Hosts hand over the same work in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -39,8 +47,8 @@ class Lanes(Protocol):
         """Whether there is more than one."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Around a step. Every lane waits for what the current stream was given before, which is
-        current again behind the step and waits for every lane, also where the step fails."""
+        """Around a step. Every lane waits for what the current stream was given before; behind the
+        step that one is current again, also where it fails, and waits for every lane."""
 
     def enter(self, stage: int, joins: Sequence[int]) -> None:
         """Lets the lanes of the stages `joins` wait for all that any lane was given so far, and
@@ -87,7 +95,7 @@ class StreamLanes:
             yield
         finally:
             torch.cuda.set_stream(outer)
-            self._join(self._first)
+        self._join(self._first)
 
     def enter(self, stage: int, joins: Sequence[int]) -> None:
         self._join(*joins)

@@ -15,7 +15,7 @@ backward's input: `order.make_order` has the order checked as if every pair wait
 Memory: a caching allocator gives what the host lets go of to the next one who asks on the lane that
 asked for it, at once, whatever other lanes have still to read of it. Here that is safe:
 
-- all that reads a stage's own memory runs on its lane;
+- all that reads a stage's own memory runs on its lane, or holds it until it is past;
 - a lane asks for memory in computations and moves alone, and these wait for all lanes, so for
   everyone who read what was let go of before. Only the forward of a pair, which is handed over
   behind its backward, waits for less: for it nothing may be let go of meanwhile that both lanes
