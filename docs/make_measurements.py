@@ -438,7 +438,7 @@ def _moe_over_ranks(record: dict[str, Any]) -> str:
             variant, _, rest = row["variant"].rpartition(" (")
             num = int(rest.split()[0])
             layers.setdefault(variant, {})[row["phase"]] = row["median_ms"] / num
-    base = next(iter(layers.values()))
+    base = next(iter(layers.values()), {})
     rows = (
         (name, *(cell for phase in ("forward", "fwd + bwd") for cell in (
             (f"{found[phase]:.2f}", f"{base[phase] / found[phase]:.2f}")
@@ -458,7 +458,7 @@ def _moe_over_ranks(record: dict[str, Any]) -> str:
         " passed. deep_ep sends a token once per rank, torch once per expert."
     )
     head = ("variant", "forward, ms", "ratio", "forward + backward, ms", "ratio")
-    parts = [_table(head, rows)]
+    parts = [_table(head, rows)] if layers else []
     if any(r["shape"] == "transfer" for r in record["rows"]):
         parts.append(_table(("rows", "phase", "ms", "MB one way", "GB/s"), transfers))
     fused = [
@@ -468,6 +468,15 @@ def _moe_over_ranks(record: dict[str, Any]) -> str:
     ]
     if fused:
         parts.append(_table(("fused layer's parts", "phase", "ms", "lowest"), fused))
+    pairs: dict[str, dict[str, float]] = {}
+    for r in record["rows"]:
+        if r["shape"] == "pairs":
+            pairs.setdefault(r["variant"], {})[r["phase"]] = r["median_ms"]
+    for variant, found in pairs.items():
+        in_turn = found["in turn"]
+        ways = ((way, f"{ms:.2f}", f"{ms / in_turn:.3f}") for way, ms in found.items())
+        what = f"{variant}: two forwards beside two backwards, multiprocessors for each"
+        parts.append(_table((what, "ms", "of in turn"), ways))
     return f"## Experts over GPUs\n\n{note}\n\n" + "\n".join(parts)
 
 

@@ -70,7 +70,7 @@ def fused_phases(
     row_bytes = hidden + 4 * (hidden // GROUP) if fp8 else 2 * hidden
     first, second = (2.0 * num_live * hidden * columns for columns in (2 * width, width))
     pulled, pushed = float(num_away * row_bytes), 2.0 * num_away * hidden
-    sms, homes = dispatcher.options.gemm_sms, dispatcher.homes(home_R)
+    sms, homes = dispatcher.options.gemm_sms.now, dispatcher.homes(home_R)
     yield Phase("meet", 0.0, 0.0, dispatcher.arena.meet)
     yield Phase("plan", 0.0, 0.0, partial(dispatcher.arena.plan, len(home_R)))
     yield Phase("pull", 0.0, pulled, partial(dispatcher.pull, home_R, layout, pool))

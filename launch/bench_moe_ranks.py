@@ -4,7 +4,8 @@ Every variant is what a run with its keys would do: a way to the experts and bac
 multiplies. All compute the same layer, 48 experts a GPU and 8,192 tokens each at V4.1-Flash's
 widths: at 2 GPUs the products of one of 8. Times are those of the slowest rank, variants in turn;
 outputs and gradients are compared with the first variant's. A variant that cannot run is noted with
-its reason. Further arguments are config overrides for all, such as `model.hidden_size=1280`.
+its reason. `--pairs` measures forwards beside backwards instead, see `bench_moe_pairs`. Further
+arguments are config overrides for all, such as `model.hidden_size=1280`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ppruntime.config import Config, ConfigError, load
 from ppruntime.experts.dispatch import open_dispatcher
 from ppruntime.experts.options import choose_experts, moe_options
 from ppruntime.gemm_budget import limit_gemms
+from ppruntime.launch import bench_moe_pairs
 from ppruntime.launch.bench_moe_record import Recorder, Row, distance
 from ppruntime.launch.gpu_clock import Clock
 from ppruntime.launch.records import end_in_order
@@ -34,6 +36,7 @@ from ppruntime.models.dispatch import AnyExperts, Dispatcher
 from ppruntime.models.expert_rows import expert_layout
 from ppruntime.models.fp8_experts import Fp8Options
 from ppruntime.models.fp8_wire import packed, to_wire
+from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.models.moe import MoEOptions, routed_experts
 from ppruntime.models.router import Routing, balanced_experts
 from ppruntime.models.token_buffer import Arrived
@@ -108,11 +111,11 @@ class Layer:
     config: Config
     dispatcher: Dispatcher
     experts: AnyExperts
-    device: torch.device
+    limit: Callable[[int | None], None]
 
     def forward(self, x_ND: Tensor, routing: Routing, counts_E: Tensor) -> Tensor:
         """The routed experts' weighted sum."""
-        limit_gemms(self.config.pp.gemm_sms, self.device)
+        self.limit(self.config.pp.gemm_sms)
         return self.dispatcher.routed(self.experts, x_ND, routing, counts_E)
 
 
@@ -124,6 +127,7 @@ class Bench(Recorder):
         self.ranks, self.overrides = ranks, tuple(overrides)
         self.cuda = ranks.device.type == "cuda"
         self.clock = Clock(ranks.device)
+        self.gemm_sms = GemmSms()
         self.config = self._config(())
         self.dims = self.config.model.dims
         torch.manual_seed(1 + ranks.rank)
@@ -161,18 +165,27 @@ class Bench(Recorder):
         )
         return load([_BASE], [*base, *self.overrides, *overrides])
 
-    def layer(self, variant: Variant) -> Layer | None:
-        """None, with a note, if it cannot run here. A collective."""
+    def limit(self, sms: int | None) -> None:
+        """What products may occupy from now on; None: all."""
+        if self.cuda and sms != self.gemm_sms.now:
+            limit_gemms(sms, self.ranks.device)
+            self.gemm_sms.now = sms
+
+    def layer(self, variant: Variant, *, stage: int | None = None) -> Layer | None:
+        """None, with a note, if it cannot run here. Layers of two stages share nothing that sends.
+        A collective."""
         try:
             config = self._config(variant.overrides)
             choice = choose_experts(config)
-            dispatcher = open_dispatcher(config, self.ranks, timeout_seconds=_SECONDS)
+            dispatcher = open_dispatcher(
+                config, self.ranks, timeout_seconds=_SECONDS, gemm_sms=self.gemm_sms, stage=stage
+            )
         except (ConfigError, ValueError) as error:
             self.notes.append(f"{variant.name}: {error}")
             return None
-        options: MoEOptions = moe_options(config, 0, choice, dispatcher)
+        options: MoEOptions = moe_options(config, 0, choice, dispatcher, gemm_sms=self.gemm_sms)
         experts = self._experts_of(options)
-        return Layer(variant, config, dispatcher, experts, self.ranks.device)
+        return Layer(variant, config, dispatcher, experts, self.limit)
 
     def _experts_of(self, options: MoEOptions) -> AnyExperts:
         """One for all variants that multiply alike: their FP8 copies are gigabytes."""
@@ -183,12 +196,15 @@ class Bench(Recorder):
             self._experts[options.fp8] = found
         return found
 
-    def run(self, only: Sequence[str] = ()) -> None:
+    def run(self, only: Sequence[str] = (), *, pairs: bool = False) -> None:
         """Checks every variant against the first, then times all in turn. `only`: their names; the
-        parts by themselves are left out then."""
+        parts by themselves are left out then. `pairs`: forwards beside backwards instead."""
         num_sms = 132
         if self.cuda:
             num_sms = torch.cuda.get_device_properties(self.ranks.device).multi_processor_count
+        if pairs:
+            bench_moe_pairs.measure(self, chosen(num_sms, only or bench_moe_pairs.USUAL), num_sms)
+            return
         wanted = chosen(num_sms, only)
         layers = [found for v in wanted if (found := self.layer(v)) is not None]
         for layer in layers:
@@ -215,10 +231,7 @@ class Bench(Recorder):
         """Outputs and gradients against those of the first variant, on this rank's tokens."""
         for tensor in (self.x, self.routing.weights_NK):
             tensor.grad = None
-        grads = [self.gate_up.grad, self.down.grad]
-        for grad in grads:
-            assert grad is not None
-            grad.zero_()
+        grads = self.zeroed_weight_grads()
         for _ in range(layer.variant.micro_batches):
             y = layer.forward(self.x, self.routing, self.counts_E)
             torch.autograd.backward(y, self.grad)
@@ -232,7 +245,14 @@ class Bench(Recorder):
         for name, one, other in zip(
             ("y", "dx", "dp", "dW13", "dW2"), copies, self.first, strict=True
         ):
-            self.check(f"{layer.variant.name}: {name}", self._most(distance(one, other)), bound)
+            self.check(f"{layer.variant.name}: {name}", self.most(distance(one, other)), bound)
+
+    def zeroed_weight_grads(self) -> list[Tensor]:
+        """The accumulators that all variants add to, emptied."""
+        grads = [weight.grad for weight in (self.gate_up, self.down) if weight.grad is not None]
+        for grad in grads:
+            grad.zero_()
+        return grads
 
     def _transfers(self, layers: Sequence[Layer]) -> None:
         """Tokens there and results back by themselves, once per way and kind of row, with bytes
@@ -264,7 +284,7 @@ class Bench(Recorder):
 
     def _time_alone(self, row: Row, run: Callable[[], object]) -> None:
         for repetition in range(-2, self.repetitions):
-            slowest = self._most(self._milliseconds(run))
+            slowest = self.most(self.milliseconds(run))
             if repetition >= 0:
                 row.milliseconds.append(slowest)
         if self.speaks:
@@ -325,7 +345,7 @@ class Bench(Recorder):
         ]  # fmt: skip
         for repetition in range(-2, self.repetitions):
             for row, layer in zip(rows, layers, strict=True):
-                slowest = self._most(self._milliseconds(partial(run, layer)))
+                slowest = self.most(self.milliseconds(partial(run, layer)))
                 if repetition >= 0:
                     row.milliseconds.append(slowest)
         if self.speaks:
@@ -333,7 +353,8 @@ class Bench(Recorder):
                 print(row, flush=True)
         self.rows += rows
 
-    def _milliseconds(self, run: Callable[[], object]) -> float:
+    def milliseconds(self, run: Callable[[], object]) -> float:
+        """This rank's time for a call that all ranks begin together."""
         if not self.cuda:
             begin = time.perf_counter()
             run()
@@ -341,10 +362,15 @@ class Bench(Recorder):
         dist.barrier()  # all begin together
         torch.cuda.synchronize()
         milliseconds = self.clock(run)
-        self.clock.expect(self._most(self.clock.host_milliseconds))  # ranks wait alike
+        self.clock.expect(self.most(self.clock.host_milliseconds))  # ranks wait alike
         return milliseconds
 
-    def _most(self, value: float) -> float:
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def most(self, value: float) -> float:
         """The largest of all ranks' values."""
         most = torch.tensor(value, device=self.ranks.device, dtype=torch.float64)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -357,6 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--ranks", type=int, help="as many as were started, for the record")
+    parser.add_argument("--pairs", action="store_true", help="forwards beside backwards")
     parser.add_argument("--only", action="append", default=[], help="a variant's name; repeatable")
     parsed, overrides = parser.parse_known_args(arguments)
     layout = Layout(1, 1, started_world())
@@ -364,7 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     bench = Bench(parsed.repetitions, ranks, overrides)
     try:
-        bench.run(parsed.only)
+        bench.run(parsed.only, pairs=parsed.pairs)
     finally:
         if ranks.rank == 0:
             sizes: dict[str, Any] = {

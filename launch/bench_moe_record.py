@@ -25,8 +25,13 @@ class Row:
     num_bytes: float
     milliseconds: list[float] = field(default_factory=list)
 
+    @property
+    def median(self) -> float:
+        """Milliseconds."""
+        return statistics.median(self.milliseconds)
+
     def record(self) -> dict[str, object]:
-        median = statistics.median(self.milliseconds)
+        median = self.median
         return {
             **asdict(self),
             "median_ms": median,
@@ -36,7 +41,7 @@ class Row:
         }
 
     def __str__(self) -> str:
-        median = statistics.median(self.milliseconds)
+        median = self.median
         rates = f"{self.flops / median / 1e9:7.0f} TFLOP/s" if self.flops else " " * 15
         if self.num_bytes:
             rates += f" {self.num_bytes / median / 1e6:6.0f} GB/s"

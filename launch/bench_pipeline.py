@@ -4,7 +4,9 @@ Orders x transports on one model, in one run. A case's record has the step and i
 of one micro-batch in the middle of the step), what the timeline makes of the run's own op times,
 where each rank's time went, and digests of losses and gradients, which no transport may change.
 The case `none` moves nothing: what a cycle takes beyond its is what transfers cost, hidden or not.
-`torch` is torch.distributed.pipelining on the same stages.
+`torch` is torch.distributed.pipelining on the same stages. `+pairs` behind a transport overlaps the
+halves of an order's pairs. Experts may lie over ranks (`parallel.ep`): then rank 0's pipeline is
+the one that is told of.
 
 Starts a process per rank itself; under torchrun it is one of them. The record is written after
 every case, so a limit loses nothing. Without GPUs it runs over gloo, which tests use.
@@ -16,13 +18,12 @@ import argparse
 import faulthandler
 import gc
 import os
-import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -33,16 +34,21 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # see `boundaries.warm_up
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace as replaced
 
 from ppruntime.build import build_stage, warm_up_stage
-from ppruntime.config import Config, load
+from ppruntime.config import Config, ConfigError, load
+from ppruntime.config.keys import PAIR_SCHEDULES
 from ppruntime.connect import Outline, connect, make_executor, make_outline
 from ppruntime.data.batches import open_data
 from ppruntime.engram_tables import EngramLookups
+from ppruntime.experts.dispatch import open_dispatchers
 from ppruntime.experts.options import choose_experts
-from ppruntime.gemm_budget import with_gemm_budget
+from ppruntime.gemm_budget import GemmBudget, with_gemm_budget
+from ppruntime.lanes import Lanes, OneLane, open_lanes
 from ppruntime.launch.command_line import command_line
 from ppruntime.launch.pipeline_bars import bars, figures, line
+from ppruntime.launch.pipeline_variants import Variant, parsed_kind
 from ppruntime.launch.records import write_record
 from ppruntime.launch.run_digests import gradient_digest, loss_digest
 from ppruntime.launch.run_files import files_and_overrides
@@ -57,6 +63,8 @@ from ppruntime.launch.stand_ins import (
 from ppruntime.launch.torch_pipeline import TorchPipeline
 from ppruntime.linear_options import choose_linears
 from ppruntime.models.carry import MicroBatch
+from ppruntime.models.dispatch import Checked, Dispatcher
+from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.profiling import (
     MeasuredStep,
     align_clocks,
@@ -71,18 +79,8 @@ from ppruntime.wrap import hold_gradients, reduce_grads
 
 _WARM_UP_STEPS = 1
 _TORCH_ORDERS = ("1f1b", "dualpipe_v")
+_TIMEOUT_SECONDS = 60.0
 _GRACE_SECONDS = 60.0  # of a case that was begun in time
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """How boundaries move in a case. `name` is what the record calls it."""
-
-    name: str
-    kind: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    hold_seconds: float = 0.0
-    """Every message starts so much later."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,11 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "WORLD_SIZE" not in os.environ:
         given = sys.argv[1:] if arguments is None else list(arguments)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(config.pp.size), "-m", __spec__.name, *given]
+        command += ["--nproc-per-node", str(config.world_size), "-m", __spec__.name, *given]
         return subprocess.call(command)
     faulthandler.dump_traceback_later(args.limit_seconds + _GRACE_SECONDS, exit=True)
     use_cuda = torch.cuda.is_available() and config.run.device != "cpu"
-    ranks = join(Layout(config.pp.size, 1, 1), use_cuda=use_cuda, timeout_seconds=300)
+    layout = Layout(config.pp.size, config.parallel.dp, config.parallel.ep)
+    ranks = join(layout, use_cuda=use_cuda, timeout_seconds=300)
     try:
         _Bench(args, config, ranks).run()
     finally:
@@ -122,7 +121,9 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--transports",
         default="copy_engine,put,nccl",
         help="kinds; nccl/4 is nccl with 4 thread blocks, nccl@0 with receives that start when they"
-        " are waited for (its recv_lead is 0), nccl/4@0 both; the case none always runs too",
+        " are waited for (its recv_lead is 0), nccl/4@0 both; copy_engine+pairs overlaps pairs, and"
+        " copy_engine+pairs:88:44 gives the products of their forwards 88 multiprocessors, of their"
+        " backwards 44; the case none always runs too",
     )
     add("--micro-batches", default="16", help="of every order")
     add("--more-micro-batches", default="8,32", help="of the first order too")
@@ -133,6 +134,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--stand-in", action="store_true", help="transfers as slow as over InfiniBand instead")
     add("--slow-ms", type=float, default=6.5, help="how long one transfer of the stand-in takes")
     args = parser.parse_intermixed_args(arguments)
+    if args.stand_in and "+pairs" in args.transports:
+        parser.error("--stand-in compares transports; leave +pairs out, or --stand-in")
     args.files, args.overrides = files_and_overrides(args.run)
     args.files = args.files or [str(Path(__file__).parent / "configs" / "v41-proxy-8.toml")]
     return args
@@ -147,6 +150,10 @@ class _Bench:
         self.records: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.stages: dict[int, Stage] = {}
+        self.dispatchers: dict[int, Dispatcher] = {}
+        self.gemm_sms = GemmSms()
+        self.lanes: dict[tuple[int, ...], Lanes] = {}
+        self.warm: set[tuple[int, int] | None] = set()
         self.built: object = None
         self.contents: Contents = {}
 
@@ -168,7 +175,9 @@ class _Bench:
                 for m in more:
                     self._enter(order, m)
                     self._run_variants(self._variants())
-        theirs = [] if self.args.no_torch else [o for o in orders if o in _TORCH_ORDERS]
+        # torch's runtime knows nothing of ranks that share experts.
+        no_torch = self.args.no_torch or self.config.parallel.ep > 1
+        theirs = [] if no_torch else [o for o in orders if o in _TORCH_ORDERS]
         for order in reversed(theirs):  # the last one's stages are there
             self._enter(order, num)
             self._case("torch", self._torch_case)
@@ -177,8 +186,8 @@ class _Bench:
     # --- what runs ---
 
     def _enter(self, order: str, num_micro_batches: int) -> None:
-        keys = [f"pp.schedule={order}", f"train.num_micro_batches={num_micro_batches}"]
-        self.config = load(self.args.files, [*self.args.overrides, *keys])
+        self.keys = [f"pp.schedule={order}", f"train.num_micro_batches={num_micro_batches}"]
+        self.config = self._config(())
         self.outline = make_outline(self.config)
         if self._is_late():
             return
@@ -186,21 +195,80 @@ class _Bench:
         if self.built != placement:
             self.built, self.contents = placement, {}
             self.stages.clear()
+            self.dispatchers.clear()
             gc.collect()
-            self.stages = _build(self.config, self.outline, self.ranks)
+            self._build()
         data = open_data(self.config)
         self.batches = [
-            MicroBatch(*(t.to(self.ranks.device) for t in data.micro_batch(0, m)[:3]))
+            MicroBatch(
+                *(t.to(self.ranks.device) for t in data.micro_batch(0, m, self.ranks.data_rank)[:3])
+            )
             for m in range(num_micro_batches)
         ]
 
+    def _config(self, more: Sequence[str]) -> Config:
+        return load(self.args.files, [*self.args.overrides, *self.keys, *more])
+
+    def _config_of(self, variant: Variant) -> Config:
+        config = self.config if variant.pairs is None else self._config(variant.pairs.keys)
+        return with_gemm_budget(config, self.ranks.device)
+
+    def _build(self) -> None:
+        config = with_gemm_budget(self.config, self.ranks.device)
+        own = [s for s in self.outline.plan if s.rank == self.ranks.pp_rank]
+        # Each stage its own, as overlapping pairs need them: in all cases, to be comparable.
+        apart = replaced(config, pp=replaced(config.pp, overlap_pairs=True))
+        self.dispatchers = open_dispatchers(
+            apart,
+            self.ranks,
+            [s.index for s in own],
+            timeout_seconds=_TIMEOUT_SECONDS,
+            gemm_sms=self.gemm_sms,
+        )
+        experts, linears = choose_experts(config), choose_linears(config)
+        self.stages = {
+            s.index: build_stage(
+                config,
+                s,
+                self.ranks,
+                experts=experts,
+                dispatcher=self.dispatchers[s.index],
+                linears=linears,
+                draw_on_device=True,
+                gemm_sms=self.gemm_sms,
+            )
+            for s in own
+        }
+        self._warm_up(OneLane(), GemmBudget(config, self.ranks.device, sms=self.gemm_sms))
+        self.warm = {None}
+
+    def _warm_up(self, lanes: Lanes, budget: GemmBudget) -> None:
+        train = self.config.train
+        for index, stage in self.stages.items():
+            warm_up_stage(
+                stage,
+                self.outline.received(index),
+                self.ranks,
+                batch=train.micro_batch_size,
+                seq_len=train.seq_len,
+                lanes=lanes,
+                budget=budget,
+            )
+
+    def _lanes(self, *, overlap: bool) -> Lanes:
+        """Streams are made once: what the allocator holds of one would be of no use to another."""
+        own = tuple(sorted(self.stages))
+        if not overlap:
+            return OneLane()
+        if own not in self.lanes:
+            self.lanes[own] = open_lanes(own, self.ranks.device, overlap=True)
+        return self.lanes[own]
+
     def _variants(self) -> list[Variant]:
-        variants = []
-        for kind in self.args.transports.split(","):
-            name, options = parsed_kind(kind)
-            plain = self._plain(name.partition(" ")[0], **options)
-            variants.append(replace(plain, name=name))
-        return variants
+        variants = [parsed_kind(kind) for kind in self.args.transports.split(",")]
+        if self.config.pp.schedule not in PAIR_SCHEDULES:
+            variants = [variant for variant in variants if variant.pairs is None]
+        return [replace(v, options=self._plain(v.kind, **v.options).options) for v in variants]
 
     def _plain(self, kind: str, **more: Any) -> Variant:
         library = self.args.nccl_library
@@ -253,11 +321,13 @@ class _Bench:
 
     def _run_variants(self, variants: Sequence[Variant]) -> None:
         for variant in variants:
-            self._case(variant.name, partial(self._our_case, variant))
+            self._case(variant.full_name, partial(self._our_case, variant))
         # After a real one, whose messages it hands out.
-        quickest = next((v for v in variants if v.kind == "copy_engine"), variants[0])
-        quickest = Variant("none", quickest.kind, quickest.options)
-        self._case("none", partial(self._our_case, quickest))
+        for pairs in dict.fromkeys(variant.pairs for variant in variants):
+            alike = [variant for variant in variants if variant.pairs == pairs]
+            quickest = next((v for v in alike if v.kind == "copy_engine"), alike[0])
+            still = quickest.standing_still()
+            self._case(still.full_name, partial(self._our_case, still))
 
     def _is_late(self) -> bool:
         """Whether the limit is over, for all ranks alike."""
@@ -290,17 +360,32 @@ class _Bench:
             self.ranks,
             [outline.order.lowered],
             kind=variant.kind,
-            timeout_seconds=60,
+            timeout_seconds=_TIMEOUT_SECONDS,
             options=variant.options,
         )
 
     def _our_case(self, variant: Variant) -> dict[str, Any]:
-        outline, ranks, order = self.outline, self.ranks, self.outline.order
+        try:
+            config = self._config_of(variant)
+        except ConfigError as error:
+            return {"refused": str(error)}
+        outline, ranks = make_outline(config), self.ranks
+        order, overlap = outline.order, bool(outline.order.pairs)
+        lanes = self._lanes(overlap=overlap)
+        budget = GemmBudget(config, ranks.device, sms=self.gemm_sms)
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the case before left lies in memory of its streams
+            if config.pp.pair_gemm_sms not in self.warm:
+                self._warm_up(lanes, budget)
+                self.warm.add(config.pp.pair_gemm_sms)
         is_hollow = variant.name == "none"
         if is_hollow and not self.contents and ranks.layout.pp > 1:
             return {"refused": "no transport ran before it whose messages it could hand out"}
         try:
-            inner = self._open_hollow(variant) if is_hollow else self._open(variant, outline)
+            if is_hollow:
+                inner = self._open_hollow(variant, outline)
+            else:
+                inner = self._open(variant, outline)
         except TransportError as error:
             return {"refused": str(error)}
         if variant.hold_seconds:
@@ -315,7 +400,14 @@ class _Bench:
         transport = ObservedTransport(inner)
         lookups = self._lookups()
         executor = make_executor(
-            outline, order.lowered, ranks, self.stages, transport, lookups=lookups
+            outline,
+            order.lowered,
+            ranks,
+            self.stages,
+            transport,
+            lookups=lookups,
+            lanes=lanes,
+            budget=budget,
         )
         offset = align_clocks(ranks.pipeline_group)
         steps, host, walls = list[MeasuredStep](), list[float](), list[float]()
@@ -329,7 +421,11 @@ class _Bench:
                 digest, norm = gradient_digest(ranks, self.stages)
             _clear_gradients(self.stages)
             measured = gather_step(
-                order.computations, executor.op_times(), offset=offset, group=ranks.pipeline_group
+                order.computations,
+                executor.op_times(),
+                offset=offset,
+                group=ranks.pipeline_group,
+                pairs_overlap=lanes.overlap,
             )
             if step >= _WARM_UP_STEPS:
                 steps.append(measured)
@@ -350,18 +446,18 @@ class _Bench:
         units = {index: stage.units for index, stage in self.stages.items()}
         return EngramLookups(units, ahead=self.config.engram.lookups_ahead)
 
-    def _open_hollow(self, variant: Variant) -> Transport:
-        channels = hollow_channels(self.outline.channels)
+    def _open_hollow(self, variant: Variant, outline: Outline) -> Transport:
+        channels = hollow_channels(outline.channels)
         inner = open_transport(
             variant.kind,
             channels,
             self.ranks.pp_rank,
             device=self.ranks.device,
-            timeout_seconds=60,
+            timeout_seconds=_TIMEOUT_SECONDS,
             store=self.ranks.pipeline_store(),
             **variant.options,
         )
-        return HollowTransport(inner, self.outline.channels, self.contents)
+        return HollowTransport(inner, outline.channels, self.contents)
 
     def _torch_case(self) -> dict[str, Any]:
         schedule = self.outline.order.computations
@@ -394,6 +490,9 @@ class _Bench:
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize()
         took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+        for dispatcher in self.dispatchers.values():
+            if isinstance(dispatcher, Checked):
+                dispatcher.check()
         for stage in self.stages.values():
             stage.flush_weight_grads()
             reduce_grads(list(stage.units), self.ranks.data_group)
@@ -424,38 +523,6 @@ class _Bench:
         write_record(self.args.out, record)
         if complete:
             print("\n".join(map(str, [*found, *self.notes])), flush=True)
-
-
-def parsed_kind(kind: str) -> tuple[str, dict[str, int]]:
-    """KIND[/BLOCKS][@LEAD] -> what the record calls it, and the transport's options. Raises
-    SystemExit for anything else."""
-    found = re.fullmatch(r"(\w+)(?:/(\d+))?(?:@(\d+))?", kind)
-    if found is None:
-        raise SystemExit(f"--transports {kind}: write KIND, KIND/BLOCKS, KIND@LEAD or both")
-    name, ctas, lead = found.groups()
-    said, options = name, {}
-    if ctas is not None:
-        said, options["transport_ctas"] = f"{said} {ctas} CTAs", int(ctas)
-    if lead is not None:
-        said, options["recv_lead"] = f"{said} lead {lead}", int(lead)
-    return said, options
-
-
-def _build(config: Config, outline: Outline, ranks: Ranks) -> dict[int, Stage]:
-    config = with_gemm_budget(config, ranks.device)
-    plan, shape = outline.plan, (config.train.micro_batch_size, config.train.seq_len)
-    experts, linears = choose_experts(config), choose_linears(config)
-    stages = {
-        s.index: build_stage(
-            config, s, ranks, experts=experts, linears=linears, draw_on_device=True
-        )
-        for s in plan
-        if s.rank == ranks.pp_rank
-    }
-    for index, stage in stages.items():
-        received = outline.received(index)
-        warm_up_stage(stage, received, ranks, batch=shape[0], seq_len=shape[1])
-    return stages
 
 
 def _settle(ranks: Ranks) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ppruntime.launch.bars import Bar
+from ppruntime.launch.pipeline_variants import without_pairs
 from ppruntime.profiling import MeasuredStep, measured_hops, planned_step, split_times
 from ppruntime.schedules.ops import Kind
 
@@ -16,6 +17,7 @@ Case = dict[str, Any]
 
 _NO_SMS = ("copy_engine", "put")
 _LOSS_BAR, _TIMELINE_BAR, _TORCH_BAR, _TORCH_LOSS_BAR, _SLOW_BAR = 1 / 3, 1.02, 1.0, 0.5, 0.9
+_PAIRS_BAR = 1.0
 
 
 def cycle_seconds(step: MeasuredStep) -> float:
@@ -74,14 +76,25 @@ _WAYS = ("forward", "backward")
 def bars(cases: Sequence[Case]) -> list[Bar]:
     """All that the cases allow to be said, in their order."""
     found: list[Bar] = []
-    groups: dict[tuple[str, int], dict[str, Case]] = {}
+    groups: dict[tuple[str, int, str], dict[str, Case]] = {}
     for case in cases:
         if "refused" not in case:
-            key = (case["order"], case["num_micro_batches"])
-            groups.setdefault(key, {})[case["transport"]] = case
-    for (order, num), of in groups.items():
-        found += _bars_of(f"{order}, M = {num}", of)
+            transport, pairs = without_pairs(case["transport"])
+            key = (case["order"], case["num_micro_batches"], pairs)
+            groups.setdefault(key, {})[transport] = case
+    for (order, num, pairs), of in groups.items():
+        found += _bars_of(f"{order}, M = {num}{pairs}", of)
+        if pairs and (apart := groups.get((order, num, ""))):
+            found += _overlap_bars(f"{order}, M = {num}{pairs}", of, apart)
     return [*found, *_digest_bars(cases)]
+
+
+def _overlap_bars(where: str, of: dict[str, Case], apart: dict[str, Case]) -> Iterator[Bar]:
+    """Cases whose pairs overlap over those that run their halves one after the other."""
+    for name in of.keys() & apart.keys():
+        for what, key in (("cycle", "cycle_seconds"), ("step", "step_seconds_median")):
+            ratio = of[name][key] / apart[name][key]
+            yield Bar.of(f"{where}, {name}: {what} over that of halves in turn", ratio, _PAIRS_BAR)
 
 
 def _bars_of(where: str, of: dict[str, Case]) -> Iterator[Bar]:
@@ -134,7 +147,7 @@ def _digest_bars(cases: Sequence[Case]) -> Iterator[Bar]:
 
 def line(case: Case) -> str:
     """A case for people."""
-    head = f"{case['order']:>12} {case['transport']:>18} M {case['num_micro_batches']:>3}"
+    head = f"{case['order']:>12} {case['transport']:>30} M {case['num_micro_batches']:>3}"
     if "refused" in case:
         return f"{head}  refused: {case['refused']}"
     text = f"{head}  step {case['step_seconds_median'] * 1e3:9.2f} ms"

@@ -27,7 +27,8 @@ experts     moe, router, experts, expert_rows, expert_products; moe_kernels (the
 linears     fp8_linear (dense ones and the shared expert, over kernels/), fp8_linear_rules
             (which ones; without torch)
 small       norm, topk (one rule for ties), precision (where bf16 models compute in fp32),
-            keep_inputs (ops with a name, local recomputation)
+            keep_inputs (ops with a name, local recomputation), gemm_sms (multiprocessors that
+            products may occupy; without torch)
 ends        units (embedding, head, assembly of all), head (the loss, whole or in chunks)
 kernels/    faster versions, each beside its naive reference
 """

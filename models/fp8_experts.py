@@ -28,6 +28,7 @@ from ppruntime.models.dims import ModelDims
 from ppruntime.models.experts import expert_linears
 from ppruntime.models.fp8_expert_rules import most_rows
 from ppruntime.models.fp8_wire import WireRows
+from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.models.kernels.expert_backends import ExpertBackend, ExpertKernels, expert_kernels
 from ppruntime.models.kernels.grouped_gemm import MOST_MICRO_BATCHES, WeightGradOperands
 from ppruntime.models.kernels.moe_layout import Layout, padded_rows
@@ -56,8 +57,8 @@ class Fp8Options:
     fused_wgrad_micro_batches: int = 1
     """Micro-batches whose weight gradients are added in one launch; their operands wait. Bitwise
     with the Triton kernel; another order of sums with deep_gemm."""
-    gemm_sms: int | None = None
-    """Multiprocessors for the GEMMs; None: all."""
+    gemm_sms: GemmSms = field(default_factory=GemmSms, compare=False)
+    """Multiprocessors for the GEMMs, as at their launch."""
     power_of_two_scales: bool = True
     """Scales of x, as FP8 dispatch sends it, are powers of two. Changes numerics."""
     power_of_two_grad_scales: bool = False
@@ -70,8 +71,6 @@ class Fp8Options:
                 f"fused_wgrad_micro_batches = {self.fused_wgrad_micro_batches}; one launch adds 1 "
                 f"to {MOST_MICRO_BATCHES}"
             )
-        if self.gemm_sms is not None and self.gemm_sms < 1:
-            raise ValueError(f"gemm_sms = {self.gemm_sms}; use at least 1, or None for all")
 
 
 class ExpertWeights(NamedTuple):
@@ -239,7 +238,7 @@ class Fp8Experts(WeightCopies):
             weights.down,
             limit=self.limit,
             power_of_two=self.options.power_of_two_scales,
-            gemm_sms=self.options.gemm_sms,
+            gemm_sms=self.options.gemm_sms.now,
             num_rows=num_rows,
             keeps_z=self.options.keep_expert_activations,
             dtype=dtype,
@@ -297,7 +296,7 @@ class Fp8Experts(WeightCopies):
     ) -> tuple[Tensor, Tensor, MicroBatch]:
         """Gradients of x, in `dtype`, and of the routing weights; operands of the weights'."""
         kernels, options = self.kernels, self.options
-        sms = options.gemm_sms
+        sms = options.gemm_sms.now
         if z_PC is None:
             rows = Quantized(*kernels.gather_rows(x8.data, layout, x8.scale))
             z_PC = kernels.grouped_gemm(rows, weights.gate_up, layout, gemm_sms=sms)
@@ -344,7 +343,7 @@ class Fp8Experts(WeightCopies):
         kernels.grouped_weight_grad(
             down,
             [WeightGradOperands(m.grad_columns, m.inner_columns, m.layout) for m in micro_batches],
-            gemm_sms=options.gemm_sms,
+            gemm_sms=options.gemm_sms.now,
         )
         # x is turned only now: until here its rows, once per token, were all that was kept. Values
         # of four bits times powers of two keep all their bits under one power of two per tile,
@@ -359,7 +358,7 @@ class Fp8Experts(WeightCopies):
                 tile_scales=options.wgrad_tile_scales or options.power_of_two_scales,
             )
             operands.append(WeightGradOperands(m.gate_up_columns, x_columns, m.layout))
-        kernels.grouped_weight_grad(gate_up, operands, gemm_sms=options.gemm_sms)
+        kernels.grouped_weight_grad(gate_up, operands, gemm_sms=options.gemm_sms.now)
 
 
 def fp32_grad(weight: nn.Parameter) -> Tensor:
@@ -497,7 +496,7 @@ class _Fp8Experts(torch.autograd.Function):
             layer.limit,
             options.backend.value,
             options.power_of_two_scales,
-            options.gemm_sms or 0,
+            options.gemm_sms.now or 0,
             options.keep_expert_activations,
         )
         ctx.save_for_backward(weights_NK, z_PC, x8, x_scale, *layout)

@@ -13,7 +13,7 @@ inner width of the shared expert.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch.nn import functional
 from ppruntime.models.experts import SharedExpert
 from ppruntime.models.fp8_experts import fp32_grad
 from ppruntime.models.fp8_linear_rules import ATTENTION_LINEARS, BLOCK, SHARED_EXPERT
+from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.models.kernels.expert_backends import ExpertKernels
 from ppruntime.models.kernels.fp8_linear_backends import (
     DENSE_BACKENDS,
@@ -44,12 +45,8 @@ class Fp8LinearOptions:
     """Who multiplies. All follow one recipe."""
 
     backend: LinearBackend = LinearBackend.TRITON
-    gemm_sms: int | None = None
-    """Multiprocessors for the products; None: all. Changes no bit."""
-
-    def __post_init__(self) -> None:
-        if self.gemm_sms is not None and self.gemm_sms < 1:
-            raise ValueError(f"gemm_sms = {self.gemm_sms}; use at least 1, or None for all")
+    gemm_sms: GemmSms = field(default_factory=GemmSms, compare=False)
+    """Multiprocessors for the products, as at their launch. Changes no bit."""
 
 
 class Blocks(NamedTuple):
@@ -105,7 +102,7 @@ class _Fp8Layer(WeightCopies):
 
     def product(self, rows: Quantized, weight: Quantized, layout: Layout) -> Tensor:
         """[P, O] bf16; what padding holds is garbage."""
-        return self.kernels.grouped_gemm(rows, weight, layout, gemm_sms=self.options.gemm_sms)
+        return self.kernels.grouped_gemm(rows, weight, layout, gemm_sms=self.options.gemm_sms.now)
 
     def add_weight_grad(
         self, name: str, grad: Quantized, inputs: Quantized, layout: Layout
@@ -121,7 +118,7 @@ class _Fp8Layer(WeightCopies):
                 self.kernels.grouped_weight_grad(
                     fp32_grad(weight).unsqueeze(0),
                     [WeightGradOperands(grad, inputs, layout)],
-                    gemm_sms=self.options.gemm_sms,
+                    gemm_sms=self.options.gemm_sms.now,
                 )
 
         break_graph()  # a graph could not write to the gradient either
@@ -174,7 +171,7 @@ class _Fp8Linear(torch.autograd.Function):
     def forward(ctx: Any, x_NI: Tensor, weight: Tensor, layer: Fp8Linear) -> Tensor:
         blocks, options = layer.blocks("weight"), layer.options
         y_NO, columns, scale = torch.ops.ppruntime.fp8_linear(
-            x_NI, *blocks.weight, options.backend.value, options.gemm_sms or 0
+            x_NI, *blocks.weight, options.backend.value, options.gemm_sms.now or 0
         )
         ctx.save_for_backward(columns, scale)
         ctx.layer, ctx.blocks = layer, blocks
@@ -222,7 +219,7 @@ class _Fp8RotatedLinear(torch.autograd.Function):
             sin_NR,
             num_heads,
             options.backend.value,
-            options.gemm_sms or 0,
+            options.gemm_sms.now or 0,
         )
         ctx.save_for_backward(columns, scale, cos_NR, sin_NR)
         ctx.layer, ctx.blocks, ctx.num_heads = layer, blocks, num_heads
@@ -291,7 +288,7 @@ class _Fp8SharedExpert(torch.autograd.Function):
         ctx: Any, x_ND: Tensor, gate_up: Tensor, down: Tensor, layer: Fp8SharedExpert
     ) -> Tensor:
         blocks = layer.blocks("gate_up.weight"), layer.blocks("down.weight")
-        chosen = layer.options.backend.value, layer.options.gemm_sms or 0
+        chosen = layer.options.backend.value, layer.options.gemm_sms.now or 0
         z_NC, columns, scale = torch.ops.ppruntime.fp8_linear(x_ND, *blocks[0].weight, *chosen)
         y_ND = torch.ops.ppruntime.fp8_swiglu_linear(z_NC, *blocks[1].weight, layer.limit, *chosen)
         ctx.save_for_backward(z_NC, columns, scale)

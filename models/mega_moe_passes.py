@@ -37,7 +37,7 @@ rows, D model width, F inner width.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -47,6 +47,7 @@ from torch import Tensor
 
 from ppruntime.models.dispatch import Exchange
 from ppruntime.models.fp8_experts import ExpertWeights, MicroBatch
+from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.models.kernels.mega_moe import (
     FoundRows,
     PulledRows,
@@ -90,8 +91,8 @@ class MegaMoeOptions:
 
     num_sms: int = 20
     """Multiprocessors that pull rows; the products that run beside it take the others."""
-    gemm_sms: int | None = None
-    """Multiprocessors for all of it; None: the device's."""
+    gemm_sms: GemmSms = field(default_factory=GemmSms, compare=False)
+    """Multiprocessors for all of it, as when it is enqueued."""
     capacity_factor: float | None = None
     """Most rows of a rank over its fair share, see `mega_moe_plan`; None: whatever comes."""
     fp8_grad: bool = False
@@ -286,7 +287,7 @@ class Passes:
         else:
             inner = swiglu_bf16(z_RC, found.weight_R, found.pair_R, limit)
         homes = self.homes(found.home_R)
-        mega_gemm(inner, down, layout, homes=homes, gemm_sms=self.options.gemm_sms)
+        mega_gemm(inner, down, layout, homes=homes, gemm_sms=self.options.gemm_sms.now)
         return _Tried(z_RC, pool, found, packed)
 
     def _copy_of(self, words: Tensor) -> Callable[[], list[int]]:
@@ -318,7 +319,7 @@ class Passes:
         tile_scales: bool,
     ) -> Steps[Gradients]:
         """Gradients of x, in its `dtype`, and of the routing weights; operands of the others."""
-        arena, sms = self.arena, self.options.gemm_sms
+        arena, sms = self.arena, self.options.gemm_sms.now
         fp8 = isinstance(weights, ExpertWeights)
         fp8_rows = fp8 and self.options.fp8_grad
         self._write(grad_ND, fp8=fp8_rows, power_of_two=True)
@@ -440,7 +441,7 @@ class Passes:
             y_RO = multiply()
         else:
             device = home_R.device
-            beside = self.options.gemm_sms
+            beside = self.options.gemm_sms.now
             if beside is None:
                 beside = torch.cuda.get_device_properties(device).multi_processor_count
             beside = max(1, beside - self.options.num_sms)

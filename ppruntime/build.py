@@ -24,11 +24,12 @@ from ppruntime.connect import (
 )
 from ppruntime.engram_tables import EngramLookups, engram_options, place_tables
 from ppruntime.executor import Executor
-from ppruntime.experts.dispatch import open_dispatcher
+from ppruntime.experts.dispatch import open_dispatchers
 from ppruntime.experts.options import BY_TORCH, ExpertChoice, choose_experts, moe_options
-from ppruntime.gemm_budget import with_gemm_budget
+from ppruntime.gemm_budget import GemmBudget, with_gemm_budget
 from ppruntime.host_memory import HostPool
 from ppruntime.kernel_choice import choose_kernels
+from ppruntime.lanes import Lanes, OneLane, open_lanes
 from ppruntime.linear_options import (
     IN_COMPUTE_DTYPE,
     LinearChoice,
@@ -39,6 +40,7 @@ from ppruntime.master_offload import MasterOffload
 from ppruntime.models.attention_kernels import set_kernels
 from ppruntime.models.dims import ModelDims, UnitSpec, unit_parameters, unit_specs
 from ppruntime.models.dispatch import Dispatcher
+from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.models.head import head_loss
 from ppruntime.models.init import init_parameters
 from ppruntime.models.kernels.attention_backends import attention_kernels
@@ -90,15 +92,22 @@ class Pipeline:
     """Names of the parameters that lie in host memory."""
     notes: tuple[str, ...]
     """What was chosen where the config leaves the choice."""
-    dispatcher: Dispatcher
-    """What brings tokens to the experts of all stages here."""
+    dispatchers: tuple[Dispatcher, ...]
+    """What brings tokens to the experts of the stages here, each once."""
     transport: Transport
     host_pool: HostPool
     """Where activations and masters lie that are off the device; empty without any."""
+    lanes: Lanes
+    """Where the stages here compute."""
     slot_bytes: int
     """Receive buffers that this rank's channels were opened with."""
     training: Executor
     evaluation: Executor
+
+    @property
+    def pairs_overlap(self) -> bool:
+        """Whether the halves of the order's pairs run at once."""
+        return self.lanes.overlap and bool(self.order.pairs)
 
     @property
     def loss_rank(self) -> int:
@@ -134,19 +143,28 @@ def build_pipeline(config: Config, ranks: Ranks, *, draw_on_device: bool = False
         what="the stages are built",
     )
     # Half: who waits for a rank that waits in there hears the reason before its own limit.
-    dispatcher = open_dispatcher(config, ranks, timeout_seconds=config.pp.timeout_seconds / 2)
+    own = [s for s in plan if s.rank == ranks.pp_rank]
+    budget = GemmBudget(config, ranks.device)
+    dispatchers = open_dispatchers(
+        config,
+        ranks,
+        [s.index for s in own],
+        timeout_seconds=config.pp.timeout_seconds / 2,
+        gemm_sms=budget.sms,
+    )
+    lanes = open_lanes([s.index for s in own], ranks.device, overlap=config.pp.overlap_pairs)
     stages = {
         s.index: build_stage(
             config,
             s,
             ranks,
             experts=experts,
-            dispatcher=dispatcher,
+            dispatcher=dispatchers[s.index],
             linears=linears,
+            gemm_sms=budget.sms,
             draw_on_device=draw_on_device,
         )
-        for s in plan
-        if s.rank == ranks.pp_rank
+        for s in own
     }
 
     handed_on = {s.index: describe(b) for s, b in zip(plan, outline.boundaries, strict=False)}
@@ -166,7 +184,8 @@ def build_pipeline(config: Config, ranks: Ranks, *, draw_on_device: bool = False
     evaluation = forward_only(order.computations)
     if ranks.device.type == "cuda":
         for index, stage in stages.items():
-            warm_up_stage(stage, outline.received(index), ranks, **shape)
+            received = outline.received(index)
+            warm_up_stage(stage, received, ranks, lanes=lanes, budget=budget, **shape)
     transport = connect(
         outline,
         ranks,
@@ -197,6 +216,8 @@ def build_pipeline(config: Config, ranks: Ranks, *, draw_on_device: bool = False
             offload=offload if training else None,
             masters=masters if training else None,
             lookups=lookups,
+            lanes=lanes,
+            budget=budget,
         )
 
     units = tuple(
@@ -229,14 +250,18 @@ def build_pipeline(config: Config, ranks: Ranks, *, draw_on_device: bool = False
             for p in unit_parameters(dims, spec)
             if p.part is Part.ENGRAM_TABLE and config.engram.tables == "host"
         ),
-        notes=tuple(
-            choice.note
-            for choice in (experts, linears, choose_kernels(config, ranks.device))
-            if choice.note
+        notes=(
+            *(
+                choice.note
+                for choice in (experts, linears, choose_kernels(config, ranks.device))
+                if choice.note
+            ),
+            *_lane_notes(config, lanes),
         ),
-        dispatcher=dispatcher,
+        dispatchers=tuple(dict.fromkeys(dispatchers.values())),
         transport=transport,
         host_pool=host_pool,
+        lanes=lanes,
         slot_bytes=sum(
             channel.slots * channel.boundary.slot_bytes
             for channel in outline.channels
@@ -245,6 +270,12 @@ def build_pipeline(config: Config, ranks: Ranks, *, draw_on_device: bool = False
         training=executor(order.lowered, training=True),
         evaluation=executor(evaluation, training=False),
     )
+
+
+def _lane_notes(config: Config, lanes: Lanes) -> list[str]:
+    if not config.pp.overlap_pairs or lanes.overlap:
+        return []
+    return ["pp.overlap_pairs = true: without a GPU the halves of a pair run one after the other"]
 
 
 def _activation_offload(
@@ -261,16 +292,32 @@ def _activation_offload(
 
 
 def warm_up_stage(
-    stage: Stage, received: Boundary | None, ranks: Ranks, *, batch: int, seq_len: int
+    stage: Stage,
+    received: Boundary | None,
+    ranks: Ranks,
+    *,
+    batch: int,
+    seq_len: int,
+    lanes: Lanes | None = None,
+    budget: GemmBudget | None = None,
 ) -> None:
-    """Loads every kernel that a step of the stage needs, see `boundaries.warm_up`; nothing
-    stays."""
+    """Loads every kernel that a step of the stage needs, see `boundaries.warm_up`; nothing stays.
+    With the stage's lane, in whose memory a step will be; and with each budget of its pairs, as
+    kernels differ by it."""
     units = list(stage.units)
-    hold_gradients(units)
-    warm_up(stage, received, batch=batch, seq_len=seq_len, device=ranks.device)
-    stage.flush_weight_grads()
-    reduce_grads(units, ranks.data_group)
-    stage.units.zero_grad(set_to_none=True)
+    lanes = lanes or OneLane()
+    for half in budget.halves if budget is not None else (None,):
+        hold_gradients(units)
+        with lanes.step():
+            lanes.enter(stage.index, ())
+            if budget is not None:
+                budget.use(half)
+            warm_up(stage, received, batch=batch, seq_len=seq_len, device=ranks.device)
+            stage.flush_weight_grads()
+            reduce_grads(units, ranks.data_group)
+            stage.units.zero_grad(set_to_none=True)
+    if budget is not None:
+        budget.use(None)
 
 
 def build_stage(
@@ -282,10 +329,12 @@ def build_stage(
     dispatcher: Dispatcher = HERE.dispatcher,
     linears: LinearChoice = IN_COMPUTE_DTYPE,
     draw_on_device: bool = False,
+    gemm_sms: GemmSms | None = None,
 ) -> Stage:
     """One stage of this rank: its units, initialised, wrapped, with one queue for the weight
     gradients that can wait. Only these units' memory is ever allocated. Of the experts this rank
-    has those that `dispatcher` says. `draw_on_device`: see `init_parameters`.
+    has those that `dispatcher` says. `draw_on_device`: see `init_parameters`; `gemm_sms`: the
+    budget of its products, None: the config's, for good.
 
     Masters are fp32: in bf16 the wrapping casts them once a step, see `wrap.shard_unit`.
     """
@@ -293,7 +342,7 @@ def build_stage(
     kernels = attention_kernels(choose_kernels(config, ranks.device).choice)
     names = config.kernels.swiglu, config.kernels.router
     around = moe_kernels(*names, ranks.device, dtype)
-    moe = moe_options(config, plan.index, experts, dispatcher, around)
+    moe = moe_options(config, plan.index, experts, dispatcher, around, gemm_sms=gemm_sms)
     engram = engram_options(config, ranks)
     units = []
     for spec in plan.units:
@@ -306,7 +355,7 @@ def build_stage(
         if isinstance(unit, UsesResidual):
             unit.residual = residual(config.kernels.mhc, ranks.device, dims.residual_type)
         set_kernels(unit, kernels)
-        use_linears(unit, linears, config)
+        use_linears(unit, linears, config, gemm_sms)
         units.append(unit)
     place_tables(config, ranks, units)
     expert_mesh = ranks.expert_mesh if ranks.layout.ep > 1 else None

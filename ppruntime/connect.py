@@ -14,7 +14,8 @@ from ppruntime.channels import edge_of, make_channels
 from ppruntime.clocks import CudaClock, HostClock
 from ppruntime.config import Config
 from ppruntime.executor import Computes, Executor, LooksAhead
-from ppruntime.gemm_budget import transport_ctas
+from ppruntime.gemm_budget import GemmBudget, transport_ctas
+from ppruntime.lanes import Lanes
 from ppruntime.master_offload import MasterOffload
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut
@@ -75,7 +76,7 @@ def connect(
     collective of the pipeline. On GPUs channels whose slots they prove free go without credits."""
     proven: frozenset[Edge] = frozenset()
     if ranks.device.type == "cuda":
-        proven = uncredited(orders, outline.order.slots)
+        proven = uncredited(orders, outline.order.slots, pairs=outline.order.pairs)
     return open_transport(
         kind,
         outline.channels,
@@ -124,8 +125,11 @@ def make_executor(
     offload: ActivationOffload | None = None,
     masters: MasterOffload | None = None,
     lookups: LooksAhead | None = None,
+    lanes: Lanes | None = None,
+    budget: GemmBudget | None = None,
 ) -> Executor:
-    """This rank's part of a lowered order, on the clock of its device; see `Executor`."""
+    """This rank's part of a lowered order, on the clock of its device; see `Executor`. The pairs of
+    a training order overlap if `lanes` do."""
     return Executor(
         schedule,
         ranks.pp_rank,
@@ -137,4 +141,7 @@ def make_executor(
         offload=offload,
         masters=masters,
         lookups=lookups,
+        lanes=lanes,
+        pairs=outline.order.pairs if training else (),
+        budget=budget,
     )

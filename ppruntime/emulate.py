@@ -130,7 +130,9 @@ def emulate(
     stage = _build(config, plan[rank], ranks)
     refuse_zero_weights(stage, f"stage {rank}")
     if on_cuda:
-        warm_up_stage(stage, boundaries[rank - 1] if rank else None, ranks, **shape)
+        received = boundaries[rank - 1] if rank else None
+        batch, seq_len = train.micro_batch_size, train.seq_len
+        warm_up_stage(stage, received, ranks, batch=batch, seq_len=seq_len)
     channels = make_channels(boundaries, order.computations.stage_to_rank, order.slots)
     inner_channels, edges = split_channels(channels, present, rank)
     inner: Transport | None = None

@@ -1,7 +1,8 @@
 """Runs one rank's order: the only place where an op, a stage and a transport meet.
 
 Each op of the order is bound once to a call with its stage, channels and micro-batch filled in; a
-step is one loop over these calls. An op waits only for what it reads: a received boundary.
+step is one loop over these calls. An op waits only for what it reads: a received boundary. Where
+pairs overlap every op runs on its stage's lane, in the order of `schedules.lanes`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -18,11 +20,14 @@ from torch.profiler import record_function
 
 from ppruntime.activation_offload import ActivationOffload
 from ppruntime.clocks import Clock, OpTimes
+from ppruntime.gemm_budget import GemmBudget
+from ppruntime.lanes import Lanes, OneLane
 from ppruntime.master_moments import master_moments
 from ppruntime.master_offload import MasterOffload
 from ppruntime.memory_watch import MemoryWatch
 from ppruntime.models.carry import MicroBatch
-from ppruntime.schedules.ops import Kind, Op, Schedule, ScheduleError
+from ppruntime.schedules.lanes import LaneOp, lane_program
+from ppruntime.schedules.ops import Kind, Op, Pair, Schedule, ScheduleError
 from ppruntime.transports.base import Channel, Transport
 
 
@@ -85,7 +90,8 @@ class Executor:
     `schedule` is lowered (transfers and frees are ops of it) and checked. With `training` False
     the forwards run without gradients; the order then has no backward. An order that moves
     activations away (OFFLOAD, OFFLOADED, RELOAD) needs `offload`. `masters` are away for as long
-    as the order does not need them. `lookups` hear of a step's micro-batches when it begins.
+    as the order does not need them. `lookups` hear of a step's micro-batches when it begins. With
+    more than one of `lanes` the halves of `pairs` run at once; `budget` is told which is enqueued.
     """
 
     def __init__(
@@ -101,6 +107,9 @@ class Executor:
         offload: ActivationOffload | None = None,
         masters: MasterOffload | None = None,
         lookups: LooksAhead | None = None,
+        lanes: Lanes | None = None,
+        pairs: Iterable[Pair] = (),
+        budget: GemmBudget | None = None,
     ) -> None:
         self._rank = rank
         self._transport = transport
@@ -114,13 +123,21 @@ class Executor:
         }
         self._batches: Sequence[MicroBatch] = ()
         self._outbox: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._lanes, self._budget = lanes or OneLane(), budget
+        self._kept: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        """Messages from one lane to another, until their FREE: see `schedules.lanes`."""
         self._times: list[OpTimes[Any]] = []
         self._ready = clock()
         self._stage_done: Callable[[int], None] | None = None
         ops = list(schedule.ops(rank))
         before, after = self._around(ops)
+        steps = [LaneOp(op) for op in ops]
+        self._enters: Iterable[Callable[[], None]] = repeat(_nothing)
+        if self._lanes.overlap:
+            steps = list(lane_program(ops, pairs))
+            self._enters = tuple(partial(self._enter, step) for step in steps)
         self._program = tuple(
-            (str(op), _joined(before.get(op), self._bind(op), after.get(op))) for op in ops
+            (str(op), _joined(before.get(op), self._bind(op), after.get(op))) for op, *_ in steps
         )
 
     def run(
@@ -145,23 +162,35 @@ class Executor:
             if self._lookups is not None:
                 self._lookups.begin(batches)
             program = self._labelled() if _profiler_enabled() else iter(self._program)
-            for text, act in program if watch is None else watch.watched(program):
-                start = self._ready = clock()
-                act()
-                times.append(OpTimes(text, start, self._ready, clock()))
+            acts = program if watch is None else watch.watched(program)
+            with self._lanes.step():
+                for (text, act), enter in zip(acts, self._enters, strict=False):
+                    enter()
+                    start = self._ready = clock()
+                    act()
+                    times.append(OpTimes(text, start, self._ready, clock()))
             self._transport.step_end()
         except BaseException as error:
             error.add_note(f"rank {self._rank} was in {text}")
             self._transport.abort(f"rank {self._rank} failed in {text}: {error}")
             raise
+        finally:
+            if self._budget is not None:
+                self._budget.use(None)
         if self._lookups is not None:
             self._lookups.end()
         self._batches = ()
         assert not self._outbox, f"rank {self._rank} never sent {sorted(self._outbox)}"
+        assert not self._kept, f"rank {self._rank} never freed {sorted(self._kept)}"
         for stage in self._stages.values():
             assert not stage.num_in_flight, f"stage {stage.index} has work left after the order"
         if self._offload is not None:
             assert not self._offload.num_held, f"rank {self._rank} has activations left over"
+
+    def _enter(self, step: LaneOp) -> None:
+        if self._budget is not None:
+            self._budget.use(step.half)
+        self._lanes.enter(step.op.stage, step.joins)
 
     def _labelled(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """The program for a profiler: each op in a range that bears its text, as NVTX has it too
@@ -200,9 +229,9 @@ class Executor:
             case Kind.RECV_B:
                 return partial(transport.post, _open(ports.output_grad, op), m)
             case Kind.FREE_F:
-                return partial(transport.release, _open(ports.input, op), m)
+                return partial(self._free, _open(ports.input, op), m)
             case Kind.FREE_B:
-                return partial(transport.release, _open(ports.output_grad, op), m)
+                return partial(self._free, _open(ports.output_grad, op), m)
             case Kind.OFFLOAD:
                 return partial(self._offload_for(op).offload, (op.stage, m))
             case Kind.OFFLOADED:
@@ -286,10 +315,20 @@ class Executor:
             return ()
         tensors = self._transport.take(channel, m)
         self._ready = self._clock()
+        if self._lanes.overlap and channel.src_rank == channel.dst_rank:
+            self._kept[channel.id, m] = tensors
         return tensors
+
+    def _free(self, channel: Channel, m: int) -> None:
+        self._kept.pop((channel.id, m), None)
+        self._transport.release(channel, m)
 
     def _send(self, channel: Channel, m: int) -> None:
         self._transport.send(channel, m, self._outbox.pop((channel.id, m)))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _last_of_each_stage(ops: Iterable[Op]) -> Iterable[Op]:

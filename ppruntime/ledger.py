@@ -59,7 +59,7 @@ class RankLedger:
     optimizer: int
     """Moments."""
     slots: int
-    """Receive buffers, and the arena of dispatcher mega_moe."""
+    """Receive buffers, and the arenas of dispatcher mega_moe."""
     resting_parameters: int
     """What parameters take between steps: the masters, and what is whole on every rank."""
     moments: tuple[Moment, ...]

@@ -8,6 +8,7 @@ from torch import nn
 
 from ppruntime.config import Config, ConfigError
 from ppruntime.models.fp8_linear_rules import misfit
+from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.models.kernels.fp8_linear_backends import LinearBackend, unavailable_reason
 
 _FASTEST_FIRST = (
@@ -58,13 +59,17 @@ def choose_linears(config: Config) -> LinearChoice:
     return LinearChoice(None, _note("reference, in the compute dtype", reasons))
 
 
-def use_linears(unit: nn.Module, choice: LinearChoice, config: Config) -> tuple[str, ...]:
-    """Converts the unit's linears as chosen, before it is wrapped; gives their names."""
+def use_linears(
+    unit: nn.Module, choice: LinearChoice, config: Config, gemm_sms: GemmSms | None = None
+) -> tuple[str, ...]:
+    """Converts the unit's linears as chosen, before it is wrapped; gives their names. `gemm_sms`:
+    what may change in a step; None: the config's, for good."""
     if choice.backend is None:
         return ()
     from ppruntime.models.fp8_linear import Fp8LinearOptions, convert_linears  # needs Triton
 
-    options = Fp8LinearOptions(backend=choice.backend, gemm_sms=config.pp.gemm_sms)
+    sms = gemm_sms or GemmSms(config.pp.gemm_sms)
+    options = Fp8LinearOptions(backend=choice.backend, gemm_sms=sms)
     return convert_linears(unit, options)
 
 

@@ -53,10 +53,9 @@ class MemoryMeter:
         if self._device is not None:
             stats = torch.cuda.memory_stats(self._device)
             peak, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-            dispatcher = self._trainer.pipeline.dispatcher
-            if isinstance(dispatcher, Checked):
-                peak += dispatcher.outside_bytes
-                reserved += dispatcher.outside_bytes
+            outside = sum(d.outside_bytes for d in pipeline.dispatchers if isinstance(d, Checked))
+            peak += outside
+            reserved += outside
         if watch is not None:
             peak = max(peak or 0, watch.peak_bytes)
             if reserved is not None:

@@ -96,7 +96,7 @@ class RankReport:
     recompute_bytes: int
     """The largest of its stages': one backward runs at a time."""
     slot_bytes: int
-    """Its stages', and the arena of dispatcher mega_moe, which serves all of them."""
+    """Its stages', and the arenas of dispatcher mega_moe."""
     total_bytes: int
     host_bytes: int
     """Host memory for what is offloaded and for Engram tables there; no part of the total."""

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -22,8 +23,8 @@ import torch.distributed as dist
 from ppruntime.clocks import OpTimes
 from ppruntime.messages import collective_device, gather_bytes
 from ppruntime.schedules.costs import Costs, Hops
-from ppruntime.schedules.draw import Panel, chrome_trace, svg
-from ppruntime.schedules.ops import COMPUTE, Kind, Op, Schedule, parse_op
+from ppruntime.schedules.draw import Panel, chrome_trace, svg, trace_threads
+from ppruntime.schedules.ops import COMPUTE, Kind, Op, Pair, Schedule, ops_of, parse_op
 from ppruntime.schedules.timeline import TimedOp, Timeline, simulate
 
 _NUM_PINGS = 8
@@ -73,27 +74,41 @@ class RankTimes:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step of all pipeline ranks. `rows[r]` are rank r's ops in the order they ran."""
+    """One step of all pipeline ranks. `rows[r]` are rank r's ops in the order they were begun in;
+    those of two stages may overlap if some of its pairs overlap."""
 
     schedule: Schedule
     rows: tuple[tuple[MeasuredOp, ...], ...]
+    pairs_overlap: bool = False
+    """Whether the halves of the schedule's pairs ran at once (`pp.overlap_pairs`)."""
 
     @property
     def step_ns(self) -> int:
         """First start to last end over all ranks."""
-        return max((row[-1].end for row in self.rows if row), default=0)
+        return max((m.end for row in self.rows for m in row), default=0)
 
     @property
     def compute_rows(self) -> tuple[tuple[TimedOp, ...], ...]:
-        """F, B, I and W in milliseconds, without their waits; what `schedules.draw` takes."""
-        return tuple(
-            tuple(
+        """F, B, I and W in milliseconds, without their waits, in order of start; what
+        `schedules.draw` takes."""
+        rows = (
+            [
                 TimedOp(m.op, rank, m.ready / _NS_PER_MS, m.end / _NS_PER_MS)
                 for m in row
                 if m.op.kind in COMPUTE
-            )
+            ]
             for rank, row in enumerate(self.rows)
         )
+        return tuple(tuple(sorted(row, key=lambda timed: timed.start)) for row in rows)
+
+    @property
+    def paired(self) -> frozenset[Op]:
+        """The ops that ran beside another one of their rank; none unless `pairs_overlap`."""
+        if not self.pairs_overlap:
+            return frozenset()
+        orders = self.schedule.orders
+        pairs = (step for order in orders for step in order if isinstance(step, Pair))
+        return frozenset(op for pair in pairs for op in ops_of(pair))
 
 
 # --- measuring -----------------------------------------------------------------------------------
@@ -159,22 +174,26 @@ def gather_step(
     *,
     offset: ClockOffset,
     group: dist.ProcessGroup | None,
+    pairs_overlap: bool = False,
 ) -> MeasuredStep:
     """Every pipeline rank's ops of one step on rank 0's clock. A collective of the pipeline group.
 
-    Raises ProfilingError where a rank's ops overlap or run backwards.
+    Raises ProfilingError where a rank's ops run backwards or overlap; with `pairs_overlap`, where
+    those of one stage do.
     """
     mine = [
         OpTimes(t.op, t.start - offset.ns, t.ready - offset.ns, t.end - offset.ns) for t in times
     ]
     parts = gather_bytes(msgspec.json.encode(mine), group)
-    return measured_step(
-        schedule, [msgspec.json.decode(part, type=list[OpTimes[int]]) for part in parts]
-    )
+    everyones = [msgspec.json.decode(part, type=list[OpTimes[int]]) for part in parts]
+    return measured_step(schedule, everyones, pairs_overlap=pairs_overlap)
 
 
 def measured_step(
-    schedule: Schedule, times_of_ranks: Sequence[Sequence[OpTimes[int]]]
+    schedule: Schedule,
+    times_of_ranks: Sequence[Sequence[OpTimes[int]]],
+    *,
+    pairs_overlap: bool = False,
 ) -> MeasuredStep:
     """A step from the times of all its ranks, in ns of one clock. Raises as `gather_step`."""
     first = min((t.start for times in times_of_ranks for t in times), default=0)
@@ -186,42 +205,57 @@ def measured_step(
         for times in times_of_ranks
     )
     for rank, row in enumerate(rows):
-        _check_row(rank, row)
-    return MeasuredStep(schedule, rows)
+        _check_row(rank, row, by_stage=pairs_overlap)
+    return MeasuredStep(schedule, rows, pairs_overlap)
 
 
-def _check_row(rank: int, row: Sequence[MeasuredOp]) -> None:
-    before = 0
+def _check_row(rank: int, row: Sequence[MeasuredOp], *, by_stage: bool) -> None:
+    ends: dict[int, int] = {}
     for m in row:
+        lane = m.op.stage if by_stage else 0
+        before = ends.get(lane, 0)
         if not before <= m.start <= m.ready <= m.end:
             raise ProfilingError(
                 f"rank {rank} ran {m.op} from {m.start} over {m.ready} to {m.end} ns, and the op"
                 f" before it until {before} ns"
             )
-        before = m.end
+        ends[lane] = m.end
 
 
 # --- reading -------------------------------------------------------------------------------------
 
 
 def split_times(step: MeasuredStep) -> tuple[RankTimes, ...]:
-    """Where each rank's time went. A rank's parts add up to the step, to the nanosecond."""
+    """Where each rank's time went. A rank's parts add up to the step, to the nanosecond: while one
+    of two ops that overlap computes the rank does, whatever the other waits for."""
     made = {m.op: m.end for row in step.rows for m in row if m.op.kind in COMPUTE}
     splits = []
     for row in step.rows:
-        compute = transfer = peer = idle = before = 0
+        spans: tuple[list[tuple[int, int]], ...] = ([], [], [])
+        computing, moving, waiting = spans
         for m in row:
-            idle += m.start - before
             if m.op.kind in COMPUTE:
                 arrived_late = _made_within(m, made)
-                peer += arrived_late - m.start
-                transfer += m.ready - arrived_late
-                compute += m.end - m.ready
+                waiting.append((m.start, arrived_late))
+                moving.append((arrived_late, m.ready))
+                computing.append((m.ready, m.end))
             else:
-                transfer += m.end - m.start
-            before = m.end
-        splits.append(RankTimes(compute, transfer, peer, idle + step.step_ns - before))
+                moving.append((m.start, m.end))
+        compute, or_moving, or_waiting = (
+            _covered([span for kind in spans[: i + 1] for span in kind]) for i in range(3)
+        )
+        idle = step.step_ns - or_waiting
+        splits.append(RankTimes(compute, or_moving - compute, or_waiting - or_moving, idle))
     return tuple(splits)
+
+
+def _covered(spans: Sequence[tuple[int, int]]) -> int:
+    """Time that lies in at least one of some spans (start, end)."""
+    total = now = 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(now, start))
+        now = max(now, end)
+    return total
 
 
 def _made_within(m: MeasuredOp, made: dict[Op, int]) -> int:
@@ -240,17 +274,38 @@ def _sources(op: Op) -> tuple[Op, ...]:
 
 
 def measured_costs(step: MeasuredStep) -> Costs:
-    """Each stage's mean op times in ms, which keep the work of a rank. A whole backward is halved
-    where I and W never ran apart, and is their sum where it never ran; a stage that ran nothing of
-    a kind costs nothing."""
-    num_stages = step.schedule.num_stages
+    """Each stage's mean op times in ms, which keep the work of a rank; of ops that ran alone,
+    unless none of the stage's kind did. A whole backward is halved where I and W never ran apart,
+    and is their sum where it never ran; a stage that ran nothing of a kind costs nothing."""
+    paired = step.paired
+    return _costs(step, _means(step, paired) | _means(step, _all_ops(step) - paired))
+
+
+def measured_pair_costs(step: MeasuredStep) -> Costs | None:
+    """As `measured_costs`, of ops that ran beside another one; None where pairs did not overlap."""
+    if not step.pairs_overlap:
+        return None
+    paired = step.paired
+    return _costs(step, _means(step, _all_ops(step) - paired) | _means(step, paired))
+
+
+def _all_ops(step: MeasuredStep) -> frozenset[Op]:
+    return frozenset(timed.op for row in step.compute_rows for timed in row)
+
+
+_Means: TypeAlias = dict[tuple[int, Kind], float]
+"""Milliseconds, by stage and kind."""
+
+
+def _means(step: MeasuredStep, ops: frozenset[Op]) -> _Means:
     samples: dict[tuple[int, Kind], list[float]] = {}
-    for row in step.compute_rows:
-        for timed in row:
-            samples.setdefault((timed.op.stage, timed.op.kind), []).append(
-                timed.finish - timed.start
-            )
-    means = {key: fmean(values) for key, values in samples.items()}
+    for timed in (timed for row in step.compute_rows for timed in row if timed.op in ops):
+        samples.setdefault((timed.op.stage, timed.op.kind), []).append(timed.finish - timed.start)
+    return {key: fmean(values) for key, values in samples.items()}
+
+
+def _costs(step: MeasuredStep, means: _Means) -> Costs:
+    num_stages = step.schedule.num_stages
 
     def half(stage: int, kind: Kind) -> float:
         return means.get((stage, kind), means.get((stage, Kind.B), 0.0) / 2)
@@ -285,9 +340,9 @@ def measured_hops(step: MeasuredStep) -> Hops:
 
 
 def planned_step(step: MeasuredStep, hops: Hops | None = None) -> Timeline:
-    """The step's order in virtual time, in ms: each stage's mean op times; transfers take `hops`,
-    none by default."""
-    return simulate(step.schedule, measured_costs(step), hops)
+    """The step's order in virtual time, in ms: each stage's mean op times, those of ops in pairs
+    apart where pairs overlapped; transfers take `hops`, none by default."""
+    return simulate(step.schedule, measured_costs(step), hops, paired=measured_pair_costs(step))
 
 
 def report(step: MeasuredStep) -> str:
@@ -367,6 +422,7 @@ def _trace(step: MeasuredStep, planned: Timeline) -> dict[str, object]:
 
 def _wait_events(step: MeasuredStep) -> Iterable[dict[str, object]]:
     made = {m.op: m.end for row in step.rows for m in row if m.op.kind in COMPUTE}
+    threads = trace_threads(step.compute_rows)
     for rank, row in enumerate(step.rows):
         for m in row:
             if m.op.kind not in COMPUTE:
@@ -382,7 +438,7 @@ def _wait_events(step: MeasuredStep) -> Iterable[dict[str, object]]:
                         "name": name,
                         "cat": "wait",
                         "pid": 1,
-                        "tid": 2 * rank,
+                        "tid": threads[rank, m.op.stage],
                         "ts": start / 1e3,
                         "dur": (end - start) / 1e3,
                         "args": {"for": str(m.op)},

@@ -337,6 +337,7 @@ class _Loop:
             pipeline.training.op_times(),
             offset=align_clocks(group),
             group=group,
+            pairs_overlap=pipeline.pairs_overlap,
         )
         if self.reporter is not None:
             run_dir = self.reporter.run_dir

@@ -123,8 +123,9 @@ class Trainer:
             set_lr(self._optimizer, self._lr(index))
             applied = ApplyInBackward(pipeline, self._optimizer, self._ranks.data_group)
         pipeline.training.run(self._batches(index, data), stage_done=applied, watch=watch)
-        if isinstance(pipeline.dispatcher, Checked):
-            pipeline.dispatcher.check()
+        for dispatcher in pipeline.dispatchers:
+            if isinstance(dispatcher, Checked):
+                dispatcher.check()
         for stage in pipeline.stages.values():
             stage.flush_weight_grads()
         reduce_grads(units, self._ranks.data_group)

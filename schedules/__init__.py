@@ -15,6 +15,7 @@ Orders        orders          the names; `make`
               order_writer    one rank's order, written chunk by chunk
 Passes        passes          split backward, merge, transfers, frees, offload
               forward_only    the forwards of an order, for evaluation
+              lanes           pairs whose halves run at once: what waits for what
 Legal?        check           one function a rule; check_lowered: rules for transfers and buffers
               positions       where each op stands
               progress        runs an order without times: who waits for whom; slots needed

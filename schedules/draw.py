@@ -167,8 +167,9 @@ class Panel:
 def svg(panels: Sequence[Panel], *, unit: str = "") -> str:
     """Panels one above the other on one time scale, with a legend; `unit` names the time unit.
 
-    Ops carry their micro-batch number where it fits, and op, start and finish as hover text. Wide
-    enough that a usual op shows its number, so a long step makes a wide picture.
+    Ops carry their micro-batch number where it fits, and op, start and finish as hover text. Those
+    that run at the same time have half of the row each, the rank's first chunk above. Wide enough
+    that a usual op shows its number, so a long step makes a wide picture.
     """
     ops = [timed for panel in panels for row in panel.rows for timed in row]
     makespan = max((timed.finish for timed in ops), default=0.0) or 1.0
@@ -189,8 +190,9 @@ def svg(panels: Sequence[Panel], *, unit: str = "") -> str:
         for rank, row in enumerate(panel.rows):
             body.append(_text(_MARGIN - 8, top + _ROW * 0.65, f"rank {rank}", anchor="end"))
             body.append(_rect(_MARGIN, top, makespan * scale, _BUBBLE))
+            in_company = ops_beside_others(row)
             for timed in row:
-                body.extend(_op(timed, chunks[i, rank], top, scale, unit))
+                body.extend(_op(timed, chunks[i, rank], top, scale, unit, timed in in_company))
             top += _ROW + _GAP
         body.append(_axis(makespan, scale, top, unit))
         top += 34
@@ -201,6 +203,18 @@ def svg(panels: Sequence[Panel], *, unit: str = "") -> str:
         f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="Helvetica, Arial, sans-serif">\n'
         f'<rect width="100%" height="100%" fill="#ffffff"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
+
+
+def ops_beside_others(row: Sequence[TimedOp]) -> set[TimedOp]:
+    """Those of a rank's ops, in order of start, that run while another one does."""
+    found: set[TimedOp] = set()
+    latest: TimedOp | None = None  # of those so far the one that ends last
+    for timed in row:
+        if latest is not None and timed.start < latest.finish and timed.start < timed.finish:
+            found |= {latest, timed}
+        if latest is None or timed.finish > latest.finish:
+            latest = timed
+    return found
 
 
 def _pixels_per_unit(ops: Sequence[TimedOp], makespan: float) -> float:
@@ -240,16 +254,26 @@ def _rect(x: float, y: float, width: float, fill: str, height: float = _ROW) -> 
     return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:g}" fill="{fill}"/>'
 
 
-def _op(timed: TimedOp, chunks: Sequence[int], top: float, scale: float, unit: str) -> list[str]:
+def _op(
+    timed: TimedOp,
+    chunks: Sequence[int],
+    top: float,
+    scale: float,
+    unit: str,
+    is_in_company: bool,
+) -> list[str]:
     op, _, start, finish = timed
     if op.kind not in COMPUTE or finish <= start:
         return []
     x, width = _MARGIN + start * scale, (finish - start) * scale
-    chunk = chunks.index(op.stage)
+    chunk, height = chunks.index(op.stage), float(_ROW)
+    if is_in_company:
+        height = _ROW / len(chunks)
+        top += chunk * height
     fill = _fill(op.kind, chunk, len(chunks))
     hover = f"{op}  {start:g} to {finish:g} {unit}".rstrip()
     parts = [
-        f'<rect x="{x:.2f}" y="{top:.2f}" width="{width:.2f}" height="{_ROW}" fill="{fill}" '
+        f'<rect x="{x:.2f}" y="{top:.2f}" width="{width:.2f}" height="{height:g}" fill="{fill}" '
         f'stroke="#ffffff" stroke-width="0.6"><title>{escape(hover)}</title></rect>'
     ]
     label = str(op.micro_batch)
@@ -259,7 +283,7 @@ def _op(timed: TimedOp, chunks: Sequence[int], top: float, scale: float, unit: s
         parts.append(
             _text(
                 x + width / 2,
-                top + _ROW / 2 + size * 0.36,
+                top + height / 2 + size * 0.36,
                 label,
                 size=round(size, 1),
                 anchor="middle",
@@ -302,6 +326,17 @@ def _legend(kinds: set[Kind], num_chunks: int, top: float) -> str:
 # --- Chrome trace --------------------------------------------------------------------------------
 
 
+def trace_threads(rows: Rows) -> dict[tuple[int, int], int]:
+    """(rank, stage) -> the thread that has the stage's ops in `chrome_trace`."""
+    threads: dict[tuple[int, int], int] = {}
+    for rank, row in enumerate(rows):
+        apart = bool(ops_beside_others(row))
+        for chunk, stage in enumerate(sorted({timed.op.stage for timed in row})):
+            own = 2 * len(rows) * chunk + 2 * rank
+            threads[rank, stage] = own if apart else 2 * rank
+    return threads
+
+
 def chrome_trace(
     rows: Rows,
     transfers: Sequence[TimedOp] = (),
@@ -312,32 +347,29 @@ def chrome_trace(
 ) -> str:
     """JSON for Perfetto or chrome://tracing: a thread a rank, an event an op, microseconds.
 
-    `transfers` (SEND_F, SEND_B) get a thread of their own beside the sender's.
+    `transfers` (SEND_F, SEND_B) get a thread of their own beside the sender's, and so does every
+    chunk but the first of a rank whose ops run beside each other: a thread's events may not.
     """
     events: list[dict[str, object]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}}
     ]
-    for rank in range(len(rows)):
-        for tid, name in ((2 * rank, f"rank {rank}"), (2 * rank + 1, f"rank {rank} sends")):
-            if tid % 2 == 0 or any(timed.rank == rank for timed in transfers):
-                events.append(
-                    {
-                        "ph": "M",
-                        "name": "thread_name",
-                        "pid": pid,
-                        "tid": tid,
-                        "args": {"name": name},
-                    }
-                )
-                events.append(
-                    {
-                        "ph": "M",
-                        "name": "thread_sort_index",
-                        "pid": pid,
-                        "tid": tid,
-                        "args": {"sort_index": tid},
-                    }
-                )
+    threads = trace_threads(rows)
+    for rank, row in enumerate(rows):
+        named = [(2 * rank, f"rank {rank}")]
+        if any(timed.rank == rank for timed in transfers):
+            named.append((2 * rank + 1, f"rank {rank} sends"))
+        named += [
+            (threads[rank, stage], f"rank {rank}, stage {stage}")
+            for stage in sorted({timed.op.stage for timed in row})
+            if threads[rank, stage] != 2 * rank
+        ]
+        for tid, name in named:
+            place = tid if tid < 2 * len(rows) else 2 * rank  # below the rank's own
+            for kind, args in (
+                ("thread_name", {"name": name}),
+                ("thread_sort_index", {"sort_index": place}),
+            ):
+                events.append({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args})
     micro = 1e6 * seconds_per_unit
     for timed in [t for row in rows for t in row] + list(transfers):
         sends = timed.op.kind not in COMPUTE
@@ -347,7 +379,7 @@ def chrome_trace(
                 "name": str(timed.op),
                 "cat": timed.op.kind.value,
                 "pid": pid,
-                "tid": 2 * timed.rank + sends,
+                "tid": 2 * timed.rank + 1 if sends else threads[timed.rank, timed.op.stage],
                 "ts": timed.start * micro,
                 "dur": (timed.finish - timed.start) * micro,
                 "args": {"stage": timed.op.stage, "micro_batch": timed.op.micro_batch},

@@ -8,14 +8,14 @@ there is no other place that turns an order and costs into times.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ppruntime.schedules.costs import Costs, Hops, StageBytes
 from ppruntime.schedules.counts import peak_in_flight
 from ppruntime.schedules.ops import COMPUTE, Kind, Op, Schedule, ScheduleError
-from ppruntime.schedules.virtual_time import Run, noise_factors
+from ppruntime.schedules.virtual_time import Need, Run, Task, noise_factors
 
 
 class TimedOp(NamedTuple):
@@ -98,6 +98,7 @@ def simulate(
     *,
     fuse_pairs: bool = False,
     overlap_gain: float = 1.0,
+    paired: Costs | None = None,
     jitter: float = 0.0,
     seed: int = 0,
     stage_bytes: StageBytes | None = None,
@@ -106,8 +107,10 @@ def simulate(
 
     A lowered order's transfers start at its SEND entries, else when the op that made the data ends;
     no entry but compute takes time. `fuse_pairs` makes every Pair a barrier: both halves start once
-    both inputs are there, and take `overlap_gain` x (forward + backward). `jitter` is the relative
-    standard deviation of op times, drawn from `seed` per op, so orders can be compared under it.
+    both inputs are there, and take `overlap_gain` x (forward + backward). With `paired`, the costs
+    of ops in pairs, halves run beside each other (`lanes`): each starts once its own input is
+    there, and what follows waits for both. `jitter` is the relative standard deviation of op times,
+    drawn from `seed` per op, so orders can be compared under it.
 
     Raises ScheduleError with the cycle of waits if the order cannot finish.
     """
@@ -116,37 +119,40 @@ def simulate(
             f"costs are for {costs.num_stages} stages, schedule {schedule.name!r} has "
             f"{schedule.num_stages}; give one triple per stage"
         )
+    if fuse_pairs and paired is not None:
+        raise ScheduleError("pairs are fused, or their halves run beside each other; give one")
     if not 0 <= jitter < float("inf") or not 0 < overlap_gain < float("inf"):
         raise ScheduleError(
             f"jitter is {jitter} and overlap_gain {overlap_gain}; jitter is a share from 0 up, the "
             "gain a factor above 0"
         )
     noise = noise_factors(schedule, jitter, seed)
-    run = Run(schedule, costs, hops or Hops(), fuse_pairs, overlap_gain, noise)
+    run = Run(schedule, costs, hops or Hops(), fuse_pairs, overlap_gain, noise, paired)
     return _timeline(run, stage_bytes)
 
 
 def _timeline(run: Run, stage_bytes: StageBytes | None) -> Timeline:
+    in_time = [_in_time(run, rank) for rank in range(len(run.tasks))]
     rows = tuple(
         tuple(
             TimedOp(op, rank, start, finish)
-            for task, start, finish in zip(tasks, run.starts[rank], run.finishes[rank], strict=True)
+            for task, start, finish, _ in played
             for op in task.ops
             if op.kind in COMPUTE
         )
-        for rank, tasks in enumerate(run.tasks)
+        for rank, played in enumerate(in_time)
     )
     makespan = max((finish for row in run.finishes for finish in row), default=0.0)
     first = [row[0].start if row else 0.0 for row in rows]
-    last = [row[-1].finish if row else 0.0 for row in rows]
+    last = [max((timed.finish for timed in row), default=0.0) for row in rows]
     memory = tuple(
         _memory(run, rank, stage_bytes) if stage_bytes else () for rank in range(len(rows))
     )
     return Timeline(
         schedule=run.schedule,
         rows=rows,
-        busy=tuple(sum(task.duration for task in tasks) for tasks in run.tasks),
-        idle=tuple(_idle(run, rank, makespan) for rank in range(len(rows))),
+        busy=tuple(map(_busy, in_time)),
+        idle=tuple(_idle(run, played, makespan) for played in in_time),
         makespan=makespan,
         span=max((b - a for a, b in zip(first, last, strict=True)), default=0.0),
         peak_in_flight=peak_in_flight(run.schedule),
@@ -157,12 +163,40 @@ def _timeline(run: Run, stage_bytes: StageBytes | None) -> Timeline:
     )
 
 
-def _idle(run: Run, rank: int, makespan: float) -> Idle:
+class _Played(NamedTuple):
+    """A task that has run, and the input that held it up."""
+
+    task: Task
+    start: float
+    finish: float
+    cause: Need | None
+
+
+def _in_time(run: Run, rank: int) -> list[_Played]:
+    """A rank's tasks by their starts. They start in the rank's order, except that a pair's backward
+    may run beside its forward and start before it."""
+    columns = run.tasks[rank], run.starts[rank], run.finishes[rank], run.late[rank]
+    played = [_Played(*one) for one in zip(*columns, strict=True)]
+    if any(task.beside for task in run.tasks[rank]):
+        played.sort(key=lambda one: one.start)
+    return played
+
+
+def _busy(played: Sequence[_Played]) -> float:
+    """Time in which a task runs, one or two."""
+    if not any(one.task.beside for one in played):
+        return sum(one.task.duration for one in played)
+    total = now = 0.0
+    for one in played:
+        total += max(0.0, one.finish - max(now, one.start))
+        now = max(now, one.finish)
+    return total
+
+
+def _idle(run: Run, played: Sequence[_Played], makespan: float) -> Idle:
     dependency = transfer = fill = now = 0.0
     begun = False
-    for task, start, finish, cause in zip(
-        run.tasks[rank], run.starts[rank], run.finishes[rank], run.late[rank], strict=True
-    ):
+    for task, start, finish, cause in played:
         if not begun:
             fill = start
             begun = task.duration > 0 or task.ops[0].kind in COMPUTE
@@ -171,7 +205,7 @@ def _idle(run: Run, rank: int, makespan: float) -> Idle:
             assert made is not None, f"{task.ops[0]} ran before its input"
             dependency += max(0.0, made - now)
             transfer += start - max(now, made)
-        now = finish
+        now = max(now, finish)
     if not begun:
         return Idle(makespan, 0.0, 0.0, 0.0)
     return Idle(fill, makespan - now, dependency, transfer)
@@ -186,11 +220,11 @@ def _critical_path(run: Run) -> tuple[TimedOp, ...]:
         for index, task in enumerate(tasks)
         for op in task.ops
     }
-    ends = [(row[-1], -rank) for rank, row in enumerate(run.finishes) if row]
+    ends = [(max(row), -rank) for rank, row in enumerate(run.finishes) if row]
     if not ends:
         return ()
     rank = -max(ends)[1]
-    index = len(run.tasks[rank]) - 1
+    index = _later_of(run, rank, len(run.tasks[rank]) - 1)
     path: list[TimedOp] = []
     while index >= 0:
         task, start = run.tasks[rank][index], run.starts[rank][index]
@@ -200,12 +234,20 @@ def _critical_path(run: Run) -> tuple[TimedOp, ...]:
         )
         cause = run.late[rank][index]
         if cause is None:
-            index -= 1
+            before = index - 1 - run.tasks[rank][index].beside
+            index = _later_of(run, rank, before) if before >= 0 else -1
             continue
         rank, index = place[cause.key]
         if cause.latency:
             path.append(TimedOp(_message(run, cause.key), rank, start - cause.latency, start))
     return tuple(reversed(path))
+
+
+def _later_of(run: Run, rank: int, index: int) -> int:
+    """The task, or the one that it runs beside if that ends later."""
+    if not run.tasks[rank][index].beside:
+        return index
+    return max(index, index - 1, key=run.finishes[rank].__getitem__)
 
 
 def _transfers(run: Run) -> Iterator[TimedOp]:
@@ -227,6 +269,7 @@ def _message(run: Run, key: int) -> Op:
 
 def _memory(run: Run, rank: int, stage_bytes: StageBytes) -> tuple[MemoryPoint, ...]:
     """Bytes over time. What moves to the host counts until OFFLOADED and from RELOAD on."""
+    assert not any(task.beside for task in run.tasks[rank]), "bytes are counted one op at a time"
     held = stage_bytes.base[rank] if stage_bytes.base else 0.0
     points = [MemoryPoint(0.0, held)]
 

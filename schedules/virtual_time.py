@@ -1,7 +1,9 @@
 """Runs an order in virtual time: when each entry starts and ends, and what held it up.
 
 A rank takes its entries in order. An entry starts when the one before it has ended and its inputs
-are there; only compute takes time; a send blocks nobody. Since orders are fixed, ranks can be
+are there; only compute takes time; a send blocks nobody. The halves of a pair may run beside each
+other, each once its own input is there. The forward is played first: in an order that ends with its
+pairs taken apart its input never depends on the backward. Since orders are fixed, ranks can be
 played one after another, each as far as its inputs go, and no event queue is needed.
 """
 
@@ -27,6 +29,9 @@ class Task(NamedTuple):
     ops: tuple[Op, ...]
     needs: tuple[Need, ...]
     duration: float
+    beside: bool = False
+    """It runs beside the task before it: it waits for what came before that one, and what follows
+    waits for both."""
 
 
 _CODE = {Kind.F: 0, Kind.I: 1, Kind.B: 1, Kind.W: 2, Kind.SEND_F: 3, Kind.SEND_B: 4}
@@ -48,9 +53,10 @@ class Run:
         fuse_pairs: bool,
         overlap_gain: float,
         noise: list[float],
+        paired: Costs | None = None,
     ) -> None:
         self.schedule = schedule
-        self.costs = costs
+        self.costs, self.paired = costs, paired
         self.forward_latency, self.backward_latency = hops.per_stage_hop(schedule.stage_to_rank)
         self.noise = noise
         lowered = any(
@@ -74,6 +80,8 @@ class Run:
         self.finishes: list[list[float]] = [[] for _ in self.tasks]
         self.late: list[list[Need | None]] = [[] for _ in self.tasks]
         """Per task the input that held it up, None if it started right after the task before."""
+        self._free_at = [0.0] * len(self.tasks)
+        """Per rank when the latest task could have started, had its inputs been there."""
 
         self._play()
 
@@ -93,16 +101,21 @@ class Run:
 
     def _tasks_of(self, step: Step, rank: int, fuse_pairs: bool, overlap_gain: float) -> list[Task]:
         ops = ops_of(step)
-        tasks = [Task((op,), self._needs(op, rank), self._duration(op)) for op in ops]
+        if len(ops) == 2 and self.paired is not None:
+            return [
+                Task((op,), self._needs(op, rank), self._duration(op, self.paired), beside)
+                for op, beside in zip(ops, (False, True), strict=True)
+            ]
+        tasks = [Task((op,), self._needs(op, rank), self._duration(op, self.costs)) for op in ops]
         if len(tasks) == 1 or not fuse_pairs:
             return tasks
         needs = tuple(need for task in tasks for need in task.needs)
         return [Task(ops, needs, overlap_gain * sum(task.duration for task in tasks))]
 
-    def _duration(self, op: Op) -> float:
+    def _duration(self, op: Op, costs: Costs) -> float:
         if op.kind not in COMPUTE:
             return 0.0
-        duration = self.costs.of(op)
+        duration = costs.of(op)
         if not self.noise:
             return duration
         place = op.stage * self.schedule.num_micro_batches + op.micro_batch
@@ -154,29 +167,32 @@ class Run:
     ) -> None:
         done, tasks = self.done, self.tasks[rank]
         starts, finishes, late = self.starts[rank], self.finishes[rank], self.late[rank]
-        now = clock[rank]
+        now, free_at = clock[rank], self._free_at[rank]
         for index in range(len(starts), len(tasks)):
-            ops, needs, duration = tasks[index]
-            start, cause = now, None
+            ops, needs, duration, beside = tasks[index]
+            if not beside:
+                free_at = now
+            start, cause = free_at, None
             for need in needs:
                 made = done[need.key]
                 if made is None:
-                    clock[rank] = now
+                    clock[rank], self._free_at[rank] = now, free_at
                     waiting.setdefault(need.key, []).append(rank)
                     return
                 if made + need.latency > start:
                     start, cause = made + need.latency, need
-            now = start + duration
+            finish = start + duration
+            now = max(now, finish) if beside else finish
             starts.append(start)
-            finishes.append(now)
+            finishes.append(finish)
             late.append(cause)
             for op in ops:
                 code = _CODE.get(op.kind)
                 if code is not None:
                     key = self._key(op.stage, code, op.micro_batch)
-                    done[key] = now
+                    done[key] = finish
                     runnable.extend(waiting.pop(key, ()))
-        clock[rank] = now
+        clock[rank], self._free_at[rank] = now, free_at
 
     def _raise_deadlock(self) -> NoReturn:
         """Follows the waits from rank to rank until they close or end at an op nobody runs."""

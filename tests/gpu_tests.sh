@@ -37,6 +37,7 @@ group small 0 $m/test_kernel_mhc.py $m/test_head.py $m/test_single_stream.py \
     tests/bench/test_gpu_clock.py &
 group attention $last $m/test_kernel_sparse_attention.py $m/test_kernel_indexer.py \
     $m/test_indexer_library.py $m/test_expert_products.py $m/test_v41_gpu.py &
+group lanes $last $r/test_overlap_gpu.py -k "not two_gpus" &
 group knobs $last $r/test_memory_knobs_gpu.py $r/test_memory_watch.py &
 wait
 if ((gpus > 1)); then
@@ -46,7 +47,9 @@ if ((gpus > 1)); then
     group fused 0,1 $r/test_mega_moe_gpu.py -k "not trains" &
     group fused-runs 0,1 $r/test_mega_moe_gpu.py -k trains &
     group tables 0,1 $r/test_deep_ep_gpu.py $r/test_engram_gpu.py &
-    group pairs 0,1 $r/test_memory_knobs_gpu.py -k over_two_gpus &
+    group knobs-over 0,1 $r/test_memory_knobs_gpu.py -k over_two_gpus &
+    group pairs 0,1 $r/test_overlap_gpu.py -k "pipeline_over_two_gpus" &
+    group pairs-experts 0,1 $r/test_overlap_gpu.py -k "experts_over_two_gpus" &
     wait
 fi
 [ ! -s "$out/failed" ]

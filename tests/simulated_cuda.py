@@ -119,7 +119,7 @@ class Driver(driver_module.Driver):
     def enter_thread(self):
         pass
 
-    def new_stream(self):
+    def new_stream(self, *, high_priority=True):
         return Stream().cuda_stream
 
     def destroy_stream(self, stream):

@@ -19,6 +19,7 @@ _NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING: no implicit order with the l
 _WAIT_GEQ: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ: passes when int32(word - value) >= 0
 _WRITE_DEFAULT: Final = 0  # with a system-wide fence before the write; 1 would leave it out
 _HIGH_PRIORITY: Final = -1
+_USUAL_PRIORITY: Final = 0
 
 
 class Location(ctypes.Structure):
@@ -116,11 +117,12 @@ class Driver:
         """Makes the context current in the calling thread; once per thread, before other calls."""
         self.call("cuCtxSetCurrent", self._context)
 
-    def new_stream(self) -> int:
-        """A high-priority stream of its own. torch's `Stream()` hands out 32 in turn, so two users
+    def new_stream(self, *, high_priority: bool = True) -> int:
+        """A stream of its own. torch's `Stream()` hands out 32 in turn, so two users
         can get the same one; a wait on it would then hold the other user's work."""
         handle = _HANDLE()
-        self.call("cuStreamCreateWithPriority", ctypes.byref(handle), _NON_BLOCKING, _HIGH_PRIORITY)
+        priority = _HIGH_PRIORITY if high_priority else _USUAL_PRIORITY
+        self.call("cuStreamCreateWithPriority", ctypes.byref(handle), _NON_BLOCKING, priority)
         assert handle.value
         return handle.value
 
@@ -156,11 +158,12 @@ class Driver:
 
 
 class OwnStream:
-    """A stream that only one channel end uses, as driver handle and as torch stream."""
+    """A stream that only one user has, such as a channel's end; as driver handle and as torch
+    stream."""
 
-    def __init__(self, driver: Driver, device: torch.device) -> None:
+    def __init__(self, driver: Driver, device: torch.device, *, high_priority: bool = True) -> None:
         self._driver = driver
-        self.handle = driver.new_stream()
+        self.handle = driver.new_stream(high_priority=high_priority)
         self.torch: torch.cuda.Stream = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
             self.handle, device=device
         )

@@ -42,6 +42,9 @@ class LocalTransport:
     `take` gives the very tensors that were sent, detached: reading them is legal until `release`,
     writing never is, since the sender's graph may have saved them. Where both ends are on one rank,
     and so on one host thread, a `take` before its `send` raises at once, as waiting could not help.
+    There whoever takes on another CUDA stream than the sender's keeps the tensors until `release`,
+    and has the sender's stream wait for what read them before it is given more: the allocator would
+    hold the memory back until the device is past, a whole step of messages if the host is ahead.
     """
 
     def __init__(
@@ -88,10 +91,11 @@ class LocalTransport:
         if message.event is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(message.event)
-            for tensor in message.tensors:
-                # The sender's allocator must not give the memory away before this stream has read
-                # it.
-                tensor.record_stream(stream)
+            if channel.src_rank != channel.dst_rank:
+                for tensor in message.tensors:
+                    # The sender's allocator must not give the memory away before this stream has
+                    # read it.
+                    tensor.record_stream(stream)
         # Nothing is kept: the caller's references are what keeps the memory, until it drops them.
         return message.tensors
 

@@ -156,13 +156,22 @@ def _mega_moe(config: Config) -> Iterator[Broken]:
             f"moe.dispatch.token_chunks = {dispatch.token_chunks} has no effect on {key} = "
             '"mega_moe", which multiplies rows block by block as they come; leave it out',
         )
-    gemm_sms = config.pp.gemm_sms
-    if gemm_sms is not None and dispatch.transfer_sms >= gemm_sms:
+    gemm_sms, halves = config.pp.gemm_sms, config.pp.pair_gemm_sms
+    if config.pp.overlap_pairs and halves is None:
         yield (
-            "moe.dispatch.transfer_sms",
-            f"moe.dispatch.transfer_sms = {dispatch.transfer_sms} leaves none of pp.gemm_sms = "
-            f"{gemm_sms} for the products that run beside it; use fewer",
+            "pp.overlap_pairs",
+            f'pp.overlap_pairs = true with {key} = "mega_moe", whose products wait for rows on the'
+            " multiprocessors that they occupy, needs pp.pair_gemm_sms, so that both halves find"
+            " room; set it, such as [66, 66] on 132",
         )
+    budgets = {"pp.gemm_sms": gemm_sms, "pp.pair_gemm_sms": min(halves) if halves else None}
+    for name, budget in budgets.items():
+        if budget is not None and dispatch.transfer_sms >= budget:
+            yield (
+                "moe.dispatch.transfer_sms",
+                f"moe.dispatch.transfer_sms = {dispatch.transfer_sms} leaves none of {name} = "
+                f"{budget} for the products that run beside it; use fewer",
+            )
 
 
 def _expert_stages(config: Config) -> Iterator[Broken]:

@@ -43,6 +43,8 @@ TRAIN_KEYS_OF_DIMS = ("balance_loss_weight", "indexer_loss_weight", "force_balan
 """Fields of `ModelDims` that are keys of [train], since they are no property of a checkpoint."""
 V_SCHEDULES = frozenset({"zb_v", "v_half", "v_min", "dualpipe_v"})
 """Orders that place stages in a V: rank r holds stages r and 2 P - 1 - r."""
+PAIR_SCHEDULES = frozenset({"dualpipe_v"})
+"""Orders whose steady state is pairs, a forward of one chunk and a backward of the other."""
 LOOP_SCHEDULES = frozenset({"interleaved_1f1b", "interleaved_zb1p"})
 """Orders with several stages per rank, stage s on rank s mod P."""
 RecomputeMode: TypeAlias = Literal["none", "full", "full_moe", "projections", "attention", "matmul"]
@@ -92,6 +94,14 @@ class Pipeline(Section, frozen=True):
     and deep_gemm never take more, torch's FP8 products neither, its bf16 matmuls take it as a hint
     or not at all. Default: all, for transport = "nccl" all but three times transport_ctas.
     Summation order."""
+    overlap_pairs: bool = False
+    """On GPUs, run the forward and the backward of each of the order's pairs at once, on streams of
+    their own, so that what one waits for is hidden behind the other's products; dispatcher buffers
+    are there once for each stage of a rank. On a CPU they run one after the other. Bitwise."""
+    pair_gemm_sms: tuple[Count, Count] | None = None
+    """Multiprocessors that the GEMMs of a pair's forward, and those of its backward, may occupy
+    while both run; as gemm_sms otherwise. Default: gemm_sms for either, so that they queue for the
+    same ones. Summation order; bitwise where gemm_sms is."""
     nccl_library: str | None = None
     """Path of the libnccl to load. Default: the installed one. Bitwise."""
     activation_offload: bool = False

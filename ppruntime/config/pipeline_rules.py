@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from ppruntime.config.errors import show
-from ppruntime.config.keys import LOOP_SCHEDULES, V_SCHEDULES, Config, Pipeline
+from ppruntime.config.keys import LOOP_SCHEDULES, PAIR_SCHEDULES, V_SCHEDULES, Config, Pipeline
 from ppruntime.config.rule import Broken, Rule, either
 
 _WARMUP_SCHEDULES = ("async_1f1b", "1f1b_w")
@@ -149,6 +149,25 @@ def _transport(config: Config) -> Iterator[Broken]:
             )
 
 
+def _overlapping_pairs(config: Config) -> Iterator[Broken]:
+    pp = config.pp
+    if pp.overlap_pairs and pp.schedule not in PAIR_SCHEDULES:
+        yield (
+            "pp.overlap_pairs",
+            f"pp.overlap_pairs = true has no effect on pp.schedule = {show(pp.schedule)}, which has"
+            f" no pairs; leave it out, or use {either(PAIR_SCHEDULES)}",
+        )
+    key, halves = "pp.pair_gemm_sms", pp.pair_gemm_sms
+    if halves is not None and not pp.overlap_pairs:
+        yield (
+            key,
+            f"{key} = {show(halves)} has no effect without pp.overlap_pairs = true; set both or"
+            " neither",
+        )
+    elif halves is not None and config.run.device == "cpu":
+        yield key, f'{key} = {show(halves)} has no effect on run.device = "cpu"; leave it out'
+
+
 def _layer_modes(config: Config) -> Iterator[Broken]:
     key, modes, num_layers = "ac.layer_modes", config.ac.layer_modes, config.model.dims.num_layers
     if modes is None:
@@ -193,6 +212,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     _activation_offload,
     _offload_masters,
     _transport,
+    _overlapping_pairs,
     _layer_modes,
     _recompute_engram,
 )

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ppruntime.config import Config, ConfigError
 from ppruntime.experts.arena_bytes import arena_shape
 from ppruntime.experts.exchange import ProcessExchange
+from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.models.mega_moe import MegaMoe
 from ppruntime.models.mega_moe_arena import Arena
 from ppruntime.models.mega_moe_passes import MegaMoeOptions
@@ -33,13 +34,16 @@ from ppruntime.transports.peer_memory import (
 )
 
 
-def open_mega_moe(config: Config, ranks: Ranks, *, timeout_seconds: float) -> MegaMoe:
+def open_mega_moe(
+    config: Config, ranks: Ranks, *, timeout_seconds: float, gemm_sms: GemmSms | None = None
+) -> MegaMoe:
     """The fused layer over the ranks that this rank shares its experts with, one alone included. A
-    collective of these ranks. No wait on a device takes longer than `timeout_seconds`.
+    collective of these ranks. No wait on a device takes longer than `timeout_seconds`. `gemm_sms`:
+    what may change in a step; None: the config's, for good.
 
     Raises ConfigError, alike on all ranks, if the GPU has too few multiprocessors.
     """
-    dispatch, gemm_sms = config.moe.dispatch, config.pp.gemm_sms
+    dispatch = config.moe.dispatch
     num_sms = torch.cuda.get_device_properties(ranks.device).multi_processor_count
     if dispatch.transfer_sms >= num_sms:
         raise ConfigError(
@@ -60,7 +64,7 @@ def open_mega_moe(config: Config, ranks: Ranks, *, timeout_seconds: float) -> Me
     )
     options = MegaMoeOptions(
         num_sms=dispatch.transfer_sms,
-        gemm_sms=gemm_sms,
+        gemm_sms=gemm_sms or GemmSms(config.pp.gemm_sms),
         capacity_factor=dispatch.capacity_factor,
         fp8_grad=dispatch.fp8_grad,
     )

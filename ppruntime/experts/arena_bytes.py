@@ -18,6 +18,8 @@ def arena_shape(config: Config) -> ArenaShape:
 
 
 def arena_bytes(config: Config) -> int:
-    """Device memory of one rank's arena, outside torch's allocator; one serves all its layers. 0
-    with another dispatcher."""
-    return arena_shape(config).num_bytes if config.moe.dispatch.type == "mega_moe" else 0
+    """Device memory of one rank's arenas, outside torch's allocator: one serves all its layers, or
+    where pairs overlap those of a stage. 0 with another dispatcher."""
+    if config.moe.dispatch.type != "mega_moe":
+        return 0
+    return arena_shape(config).num_bytes * (config.pp.num_chunks if config.pp.overlap_pairs else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -11,13 +12,44 @@ from ppruntime.experts import deep_ep
 from ppruntime.experts.exchange import ProcessExchange
 from ppruntime.models.all_to_all import AllToAll
 from ppruntime.models.dispatch import AllHere, Dispatcher, WireOptions
+from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.models.token_dispatch import TokenDispatcher
 from ppruntime.ranks import Ranks, open_expert_group
 
 
-def open_dispatcher(config: Config, ranks: Ranks, *, timeout_seconds: float) -> Dispatcher:
+def open_dispatchers(
+    config: Config,
+    ranks: Ranks,
+    stages: Sequence[int],
+    *,
+    timeout_seconds: float,
+    gemm_sms: GemmSms | None = None,
+) -> dict[int, Dispatcher]:
+    """The dispatcher of each of this rank's stages: one serves them all, unless pairs overlap. What
+    two stages send at once needs buffers and communicators of its own. A collective of the expert
+    group; raises as `open_dispatcher`."""
+    if not config.pp.overlap_pairs:
+        shared = open_dispatcher(config, ranks, timeout_seconds=timeout_seconds, gemm_sms=gemm_sms)
+        return dict.fromkeys(stages, shared)
+    return {
+        stage: open_dispatcher(
+            config, ranks, timeout_seconds=timeout_seconds, gemm_sms=gemm_sms, stage=stage
+        )
+        for stage in stages
+    }
+
+
+def open_dispatcher(
+    config: Config,
+    ranks: Ranks,
+    *,
+    timeout_seconds: float,
+    gemm_sms: GemmSms | None = None,
+    stage: int | None = None,
+) -> Dispatcher:
     """The dispatcher that the config names, over the ranks that this rank shares its experts with;
-    an exchange may take so long. One serves all stages of the rank. A collective of these ranks.
+    an exchange may take so long. `stage`: the one that it serves, None: any. `gemm_sms`: the
+    budget that a fused layer looks at, None: the config's. A collective of these ranks.
 
     Raises ConfigError, before any of it, for one that does not work here: what is missing, and
     what works without it.
@@ -27,7 +59,7 @@ def open_dispatcher(config: Config, ranks: Ranks, *, timeout_seconds: float) -> 
     if config.moe.dispatch.type == "mega_moe":
         from ppruntime.experts.arena import open_mega_moe  # needs Triton
 
-        return open_mega_moe(config, ranks, timeout_seconds=timeout_seconds)
+        return open_mega_moe(config, ranks, timeout_seconds=timeout_seconds, gemm_sms=gemm_sms)
     if ranks.layout.ep == 1:
         return AllHere()
     group = open_expert_group(ranks, timeout_seconds=timeout_seconds)
@@ -40,7 +72,7 @@ def open_dispatcher(config: Config, ranks: Ranks, *, timeout_seconds: float) -> 
             num_sms=options.transfer_sms,
         )
         return TokenDispatcher(buffer, wire, num_chunks=options.token_chunks)
-    return AllToAll(ProcessExchange.of(group), wire)
+    return AllToAll(ProcessExchange.of(group, stage=stage), wire)
 
 
 def wire_options(config: Config) -> WireOptions:

@@ -26,15 +26,20 @@ class ProcessExchange:
     """Ranks in the world, by rank in the group."""
     what: str = "expert group"
     """What an error calls them."""
+    stage: int | None = None
+    """The one that it serves, where each has its own; None: any."""
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, what: str = "expert group") -> ProcessExchange:
+    def of(
+        cls, group: dist.ProcessGroup, what: str = "expert group", *, stage: int | None = None
+    ) -> ProcessExchange:
         """Over the ranks of `group`."""
-        return cls(group, tuple(dist.get_process_group_ranks(group)), what)
+        return cls(group, tuple(dist.get_process_group_ranks(group)), what, stage)
 
     @property
     def name(self) -> str:
-        return ",".join(map(str, self.ranks))
+        ranks = ",".join(map(str, self.ranks))
+        return ranks if self.stage is None else f"{ranks} of stage {self.stage}"
 
     @property
     def rank(self) -> int:

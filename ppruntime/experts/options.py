@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ppruntime.config import Config, ConfigError
 from ppruntime.models.dispatch import Dispatcher
+from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.models.kernels.expert_backends import ExpertBackend, unavailable_reason
 from ppruntime.models.moe import MoEOptions
 from ppruntime.models.moe_kernels import REFERENCE, MoEKernels
@@ -62,9 +63,11 @@ def moe_options(
     choice: ExpertChoice,
     dispatcher: Dispatcher,
     kernels: MoEKernels = REFERENCE,
+    *,
+    gemm_sms: GemmSms | None = None,
 ) -> MoEOptions:
     """How stage `stage` computes its experts, which `dispatcher` reaches, and what lies around
-    them."""
+    them. `gemm_sms`: what may change in a step; None: the config's, for good."""
     if choice.backend is None:
         return MoEOptions(dispatcher=dispatcher, kernels=kernels)
     from ppruntime.models.fp8_experts import Fp8Options  # needs Triton
@@ -78,7 +81,7 @@ def moe_options(
         wgrad_tile_scales=compute.wgrad_tile_scales,
         fused_wgrad_micro_batches=compute.num_fused(stage),
         power_of_two_grad_scales=config.moe.dispatch.fp8_grad,
-        gemm_sms=config.pp.gemm_sms,
+        gemm_sms=gemm_sms or GemmSms(config.pp.gemm_sms),
     )
     return MoEOptions(fp8, dispatcher, kernels)
 

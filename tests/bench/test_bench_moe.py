@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from ppruntime.config import ConfigError, load
+from ppruntime.launch.bench_moe_pairs import USUAL, splits
 from ppruntime.launch.bench_moe_ranks import _BASE, chosen, variants
 
 SMALL = (
@@ -59,6 +60,31 @@ def test_it_runs_on_two_processes_without_gpus_and_notes_what_it_leaves_out(tmp_
     assert rows["fwd + bwd", "bf16 grouped + all-to-all (1 micro-batches)"]["median_ms"] > 0
     assert rows["dispatch", "torch, bf16 rows"]["num_bytes"] > 0
     assert any("deep_ep" in note for note in record["notes"])
+
+
+@pytest.mark.long
+def test_pairs_run_on_two_processes_without_gpus_in_turn(tmp_path):
+    out, variant = tmp_path / "moe.json", "bf16 grouped + all-to-all"
+    command = [sys.executable, "-m", "ppruntime.launch.bench_moe", "--ranks", "2"]
+    options = ["--repetitions", "1", "--pairs", "--only", variant, "--out", str(out)]
+    run = subprocess.run(
+        [*command, *options, *SMALL], capture_output=True, text=True, timeout=180, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    record = json.loads(out.read_text())
+    assert record["complete"]
+    phases = [row["phase"] for row in record["rows"]]
+    assert phases == ["in turn", "132/132", "66/66", "88/44", "44/88"]
+    assert len(record["checks"]) == 2 * 4
+    assert all(check["passed"] for check in record["checks"])
+    assert f"{variant}, pairs on 66/66: " in "".join(record["notes"])
+
+
+def test_halves_that_must_share_the_gpu_are_never_given_more_than_it_has():
+    assert splits(132, must_share=False)[0] == (132, 132)
+    for way in splits(132, must_share=True):
+        assert sum(way) <= 132
+    assert {variant.name for variant in chosen(132, USUAL)} == set(USUAL)
 
 
 def test_variants_are_chosen_by_name_and_a_wrong_name_is_refused():

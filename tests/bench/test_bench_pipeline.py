@@ -17,6 +17,7 @@ from transport_cases import assert_same_bits, payload
 
 from ppruntime.launch import bench_pipeline
 from ppruntime.launch.pipeline_bars import bars, cycle_seconds, line
+from ppruntime.launch.pipeline_variants import parsed_kind, without_pairs
 from ppruntime.launch.stand_ins import (
     HollowTransport,
     ObservedTransport,
@@ -41,9 +42,8 @@ RUN = (
 
 
 def _bench(rank, out):
-    from ppruntime.launch import bench_pipeline  # sets what CUDA reads from the environment
 
-    flags = ["--transports", "gloo", "--micro-batches", "4", "--more-micro-batches", ""]
+    flags = ["--transports", "gloo,gloo+pairs", "--micro-batches", "4", "--more-micro-batches", ""]
     flags += ["--orders", "1f1b,dualpipe_v", "--steps", "1", "--out", out]
     assert bench_pipeline.main([*RUN, *flags]) == 0
 
@@ -57,7 +57,9 @@ def test_every_transport_and_torchs_runtime_make_the_same_gradients(run_ranks, t
     texts = [bar["what"] for bar in record["bars"]]
     for order in ("1f1b", "dualpipe_v"):
         cases = {case["transport"]: case for case in record["cases"] if case["order"] == order}
-        assert list(cases) == ["gloo", "none", "torch"]
+        paired = ["gloo, pairs overlapped", "none, pairs overlapped"]
+        own = [paired[0:1], paired[1:]] if order == "dualpipe_v" else [[], []]
+        assert list(cases) == ["gloo", *own[0], "none", *own[1], "torch"]
         real, none, torchs = cases["gloo"], cases["none"], cases["torch"]
         if order == "1f1b":  # whose whole backwards torch runs in one piece too
             assert torchs["torch_gradient_digest"] == real["gradient_digest"]
@@ -73,7 +75,6 @@ def test_every_transport_and_torchs_runtime_make_the_same_gradients(run_ranks, t
 
 def test_overrides_stand_anywhere_and_the_run_file_may_be_left_out(monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    from ppruntime.launch import bench_pipeline
 
     args = bench_pipeline._parsed(["a.b=1", "--out", "x.json", "c.d=2", "--steps", "5", "e.f=3"])
     assert [Path(file).name for file in args.files] == ["v41-proxy-8.toml"]
@@ -242,12 +243,54 @@ def test_a_pacer_copies_as_long_as_it_was_asked_to(monkeypatch):
     ],
 )
 def test_a_transport_may_come_with_its_thread_blocks_and_how_early_it_receives(kind, name, options):
-    assert bench_pipeline.parsed_kind(kind) == (name, options)
+    variant = parsed_kind(kind)
+    assert (variant.full_name, variant.options) == (name, options)
+    assert kind.startswith(variant.kind)
+    assert without_pairs(name) == (name, "")
 
 
-def test_another_word_for_a_transport_is_refused():
-    with pytest.raises(SystemExit, match=r"--transports nccl/x: write KIND, KIND/BLOCKS"):
-        bench_pipeline.parsed_kind("nccl/x")
+@pytest.mark.parametrize(
+    ("kind", "name", "keys"),
+    [
+        ("put+pairs", "put, pairs overlapped", ["pp.overlap_pairs=true"]),
+        (
+            "nccl/4+pairs:88:44",
+            "nccl 4 CTAs, pairs overlapped 88/44",
+            ["pp.overlap_pairs=true", "pp.pair_gemm_sms=[88, 44]"],
+        ),
+    ],
+)
+def test_a_transport_may_come_with_pairs_that_overlap(kind, name, keys):
+    variant = parsed_kind(kind)
+    assert (variant.full_name, variant.pairs.keys) == (name, keys)
+    plain, pairs = without_pairs(name)
+    assert plain + pairs == name
+    assert variant.standing_still().full_name == f"none{pairs}"
+
+
+@pytest.mark.parametrize("kind", ["nccl/x", "put+pairs:88", "+pairs"])
+def test_another_word_for_a_transport_is_refused(kind):
+    with pytest.raises(SystemExit, match=r"write KIND, KIND/BLOCKS, KIND@LEAD or both, with \+pai"):
+        parsed_kind(kind)
+
+
+def test_pairs_that_overlap_are_held_against_halves_in_turn_and_against_their_own_rest():
+    cases = [
+        _case("put", cycle=0.012, step=0.2),
+        _case("none", cycle=0.010),
+        _case("put, pairs overlapped", cycle=0.009, step=0.21),
+        _case("none, pairs overlapped", cycle=0.008),
+        _case("put, pairs overlapped 66/66", cycle=0.015, step=0.3, digest="b"),
+    ]
+    found = {bar.what.removeprefix("1f1b, M = 16"): bar for bar in bars(cases)}
+    ratio = found[", pairs overlapped, put: cycle over that of halves in turn"]
+    assert (ratio.value, ratio.is_met) == (pytest.approx(0.75), True)
+    step = found[", pairs overlapped, put: step over that of halves in turn"]
+    assert (step.value, step.is_met) == (pytest.approx(1.05), False)
+    slow = found[", pairs overlapped 66/66, put: cycle over that of halves in turn"]
+    assert slow.value == pytest.approx(1.25)
+    assert ", pairs overlapped, none: cycle over that of halves in turn" in found
+    assert not found["M = 16: different sets of gradient bits"].is_met
 
 
 def test_nccl_with_few_thread_blocks_stands_for_it_where_it_ran_no_other_way():

@@ -8,6 +8,7 @@ from ppruntime.models.attention_kernels import REFERENCE
 from ppruntime.models.dims import preset
 from ppruntime.models.experts import SharedExpert, clamped_swiglu
 from ppruntime.models.fp8_linear import Fp8Linear, Fp8LinearOptions, Fp8SharedExpert
+from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.models.kernels import fp8_linear_backends, quantize
 from ppruntime.models.kernels.expert_backends import ExpertBackend, expert_kernels
 from ppruntime.models.kernels.fp8_linear_backends import (
@@ -213,5 +214,5 @@ def test_memory_is_stable_over_steps(backend):
 def test_gemm_sms_changes_no_bit():
     x, grad = normal(1000, 5120), normal(1000, 1280, seed=2)
     usual = gradients(linear(5120, 1280, LinearBackend.TRITON), x, grad)
-    limited = gradients(linear(5120, 1280, LinearBackend.TRITON, gemm_sms=64), x, grad)
+    limited = gradients(linear(5120, 1280, LinearBackend.TRITON, gemm_sms=GemmSms(64)), x, grad)
     assert all(map(torch.equal, usual, limited))

@@ -18,6 +18,7 @@ from ppruntime.models.dims import preset
 from ppruntime.models.experts import clamped_swiglu
 from ppruntime.models.fp8_expert_rules import copy_bytes, waiting_bytes
 from ppruntime.models.fp8_experts import Fp8Experts, Fp8Options
+from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.models.kernels import expert_backends
 from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.models.linear import WeightGradQueue, set_queue
@@ -172,7 +173,7 @@ def test_no_tokens_and_tokens_routed_nowhere(options):
     [
         {"keep_expert_activations": False},
         {"fp8_transposed_on_demand": True},
-        *([{"gemm_sms": 2}, {}] if ON_GPU else []),
+        *([{"gemm_sms": GemmSms(2)}, {}] if ON_GPU else []),
     ],
     ids=str,
 )
@@ -418,7 +419,7 @@ def test_options_out_of_range_and_widths_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="fused_wgrad_micro_batches = 5; one launch adds 1 to 4"):
         Fp8Options(fused_wgrad_micro_batches=5)
     with pytest.raises(ValueError, match="gemm_sms = 0"):
-        Fp8Options(gemm_sms=0)
+        GemmSms(0)
     with pytest.raises(ValueError, match="multiples of 128; hidden_size is 200"):
         Fp8Experts(replaced(DIMS, hidden_size=200), REFERENCE)
 

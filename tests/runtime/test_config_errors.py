@@ -504,6 +504,33 @@ RULES = [
         "beside it; use fewer",
     ),
     (
+        "pp.overlap_pairs=true",
+        'pp.overlap_pairs = true has no effect on pp.schedule = "1f1b", which has no pairs; leave '
+        'it out, or use "dualpipe_v"',
+    ),
+    (
+        "pp.pair_gemm_sms=[66,66]",
+        "pp.pair_gemm_sms = [66, 66] has no effect without pp.overlap_pairs = true; set both or "
+        "neither",
+    ),
+    (
+        "pp.schedule=dualpipe_v pp.overlap_pairs=true pp.pair_gemm_sms=[66,66] run.device=cpu",
+        'pp.pair_gemm_sms = [66, 66] has no effect on run.device = "cpu"; leave it out',
+    ),
+    (
+        "pp.schedule=dualpipe_v pp.overlap_pairs=true moe.dispatch.type=mega_moe "
+        "model.hidden_size=128 model.expert_width=128",
+        'pp.overlap_pairs = true with moe.dispatch.type = "mega_moe", whose products wait for rows '
+        "on the multiprocessors that they occupy, needs pp.pair_gemm_sms, so that both halves find "
+        "room; set it, such as [66, 66] on 132",
+    ),
+    (
+        "pp.schedule=dualpipe_v pp.overlap_pairs=true pp.pair_gemm_sms=[112,20] "
+        "moe.dispatch.type=mega_moe model.hidden_size=128 model.expert_width=128",
+        "moe.dispatch.transfer_sms = 24 leaves none of pp.pair_gemm_sms = 20 for the products that "
+        "run beside it; use fewer",
+    ),
+    (
         "parallel.ep=2 moe.dispatch.capacity_factor=1.25",
         'moe.dispatch.capacity_factor = 1.25 has no effect on moe.dispatch.type = "torch"; leave '
         'it out or use "mega_moe"',

@@ -188,6 +188,18 @@ def test_weight_gradients_after_the_combine_change_no_step_and_fp8_rows_change_a
         assert step.grad_norm != other.grad_norm
 
 
+@pytest.mark.long
+def test_stages_that_exchange_rows_by_themselves_train_as_those_that_share(tmp_path, run_ranks):
+    wide = (*COMMON, "parallel.ep=2", "pp.size=1", "pp.schedule=dualpipe_v")
+    runs = {"shared": (), "apart": ("pp.overlap_pairs=true",)}
+    for name, more in runs.items():
+        told = run_ranks(2, train, str(tmp_path / name), (*wide, *more))
+        assert [code for code, _, _ in told] == [0, 0], told
+        assert ("halves of a pair run one after the other" in told[0][1]) == (name == "apart")
+    paths = [tmp_path / name / "metrics.jsonl" for name in runs]
+    assert compare_metrics(*paths).equal
+
+
 def train_by_tokens(rank: int, run_dir: str, overrides: tuple[str, ...]):
     """A run with deep_ep's dispatcher, in two parts, on the readable buffer."""
     import ppruntime.build as module
@@ -197,12 +209,12 @@ def train_by_tokens(rank: int, run_dir: str, overrides: tuple[str, ...]):
     from ppruntime.models.token_dispatch import TokenDispatcher
     from ppruntime.ranks import open_expert_group
 
-    def opened(config, ranks, *, timeout_seconds):
+    def opened(config, ranks, stages, *, timeout_seconds, gemm_sms):
         group = open_expert_group(ranks, timeout_seconds=timeout_seconds)
         buffer = ExchangeBuffer(ProcessExchange.of(group))
-        return TokenDispatcher(buffer, WireOptions(), num_chunks=2)
+        return dict.fromkeys(stages, TokenDispatcher(buffer, WireOptions(), num_chunks=2))
 
-    module.open_dispatcher = opened
+    module.open_dispatchers = opened
     return train(rank, run_dir, overrides)
 
 

@@ -20,6 +20,8 @@ FUSED = (
     "moe.dispatch.type=mega_moe",
 )
 
+SHARED = "pp.pair_gemm_sms=[66, 66]"
+
 
 def config_of(*overrides):
     return load([CONFIG], [*FUSED, *overrides])
@@ -45,6 +47,14 @@ def test_plan_and_ledger_count_one_arena_a_rank():
         assert one.total_bytes - other.total_bytes == size
     for one, other in zip(predict(fused), predict(plain), strict=True):
         assert one.slots - other.slots == size
+
+
+def test_where_pairs_overlap_each_stage_of_a_rank_has_an_arena():
+    order = ("pp.schedule=dualpipe_v", "train.seq_len=8192")
+    one, each = config_of(*order), config_of(*order, "pp.overlap_pairs=true", SHARED)
+    assert arena_bytes(each) == 2 * arena_bytes(one)
+    for ledger, other in zip(predict(each), predict(one), strict=True):
+        assert ledger.slots - other.slots == arena_bytes(one)
 
 
 def test_a_missed_meeting_and_an_overflow_are_told_without_a_traceback():

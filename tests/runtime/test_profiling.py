@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -24,6 +26,7 @@ from ppruntime.profiling import (
     gather_step,
     measured_costs,
     measured_hops,
+    measured_pair_costs,
     measured_step,
     planned_step,
     report,
@@ -33,7 +36,7 @@ from ppruntime.profiling import (
 from ppruntime.schedules import make
 from ppruntime.schedules.costs import Costs, Hops
 from ppruntime.schedules.counts import slots_held
-from ppruntime.schedules.ops import Kind, Op, Schedule, parse_op
+from ppruntime.schedules.ops import Kind, Op, Schedule, ops_of, parse_op
 from ppruntime.schedules.passes import add_frees, add_transfers
 from ppruntime.schedules.timeline import simulate
 
@@ -51,6 +54,19 @@ def _measured(timeline):
             before = end
         rows.append(tuple(ops))
     return MeasuredStep(timeline.schedule, tuple(rows))
+
+
+def _measured_on_lanes(timeline):
+    """The same of a step whose pairs overlap: both halves wait from where the op before ended."""
+    rows = []
+    for order, row in zip(timeline.schedule.orders, timeline.rows, strict=True):
+        at = {timed.op: (round(timed.start * MS), round(timed.finish * MS)) for timed in row}
+        before, ops = 0, []
+        for step in order:
+            ops += [MeasuredOp(op, before, *at[op]) for op in reversed(ops_of(step))]
+            before = max(at[op][1] for op in ops_of(step))
+        rows.append(tuple(ops))
+    return MeasuredStep(timeline.schedule, tuple(rows), pairs_overlap=True)
 
 
 def _schedule(name, num_ranks, num_micro_batches):
@@ -92,6 +108,39 @@ def test_parts_of_a_step_are_those_of_the_simulation_and_add_up(name, ranks, num
         assert all(part.transfer == 0 for part in split_times(step))
         again = planned_step(step)
         assert again.makespan == pytest.approx(timeline.makespan)
+
+
+@given(st.integers(1, 5), st.integers(0, 8), st.sampled_from([0.0, 0.125, 2.0]), st.integers(0, 5))
+def test_a_step_whose_pairs_overlap_adds_up_too_and_is_planned_as_it_ran(ranks, more, hop, seed):
+    schedule = _schedule("dualpipe_v", ranks, ranks + 1 + more)
+    costs = _costs(schedule, seed)
+    alone = costs.forward, costs.input_grad, costs.weight_grad
+    stretched = Costs(*(tuple(1.5 * time for time in times) for times in alone))
+    timeline = simulate(schedule, costs, Hops.both(hop), paired=stretched)
+    step = _measured_on_lanes(timeline)
+    assert step.step_ns == round(timeline.makespan * MS)
+    for rank, part in enumerate(split_times(step)):
+        assert part.step == step.step_ns
+        assert part.compute == pytest.approx(timeline.busy[rank] * MS, abs=10)
+        assert min(part.peer, part.transfer, part.idle) >= 0
+    planned = planned_step(step)
+    if hop == 0:
+        assert planned.makespan == pytest.approx(timeline.makespan, abs=1e-3)
+    assert measured_pair_costs(replace(step, pairs_overlap=False)) is None
+    wide = max(_covering(step).values())
+    assert wide <= 2
+
+
+def _covering(step):
+    """How many ops of a rank run at once at the most, by rank."""
+    found = {}
+    for rank, row in enumerate(step.compute_rows):
+        moments = sorted(
+            [(t.start, 1) for t in row if t.finish > t.start]
+            + [(t.finish, -1) for t in row if t.finish > t.start]
+        )
+        found[rank] = max(accumulate(change for _, change in moments), default=0)
+    return found
 
 
 def _by_hand():
@@ -227,6 +276,34 @@ def test_times_that_run_backwards_or_overlap_are_refused():
     for times, op in ((backwards, "0F0"), (overlapping, "0B0")):
         with pytest.raises(ProfilingError, match=f"rank 0 ran {op} from"):
             gather_step(schedule, times, offset=ClockOffset(0, 0), group=None)
+
+
+def test_ops_of_two_stages_may_overlap_only_where_pairs_do():
+    schedule = make("dualpipe_v", 1, 2)
+    texts = ("0F0", 0, 0, 5), ("1B0", 1, 1, 9), ("0B0", 9, 9, 10)
+    times = [OpTimes(*one) for one in texts]
+    with pytest.raises(ProfilingError, match="rank 0 ran 1B0 from"):
+        measured_step(schedule, [times])
+    step = measured_step(schedule, [times], pairs_overlap=True)
+    assert split_times(step)[0].compute == 10
+    overlapping = [*times, OpTimes("0F1", 9, 9, 12)]
+    with pytest.raises(ProfilingError, match="rank 0 ran 0F1 from 9 over 9 to 12 ns"):
+        measured_step(schedule, [overlapping], pairs_overlap=True)
+
+
+def test_a_step_whose_pairs_overlap_is_drawn_with_a_thread_for_each_stage(tmp_path):
+    schedule = make("dualpipe_v", 2, 6)
+    costs = _costs(schedule, 1)
+    step = _measured_on_lanes(simulate(schedule, costs, Hops.both(0.5), paired=costs))
+    write_timeline(step, tmp_path / "timeline.svg", tmp_path / "trace.json", title="tiny")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans: dict[tuple[int, int], list] = {}
+    for e in events:
+        if e["ph"] == "X":
+            spans.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+    assert len(spans) == 2 * 2 * 2
+    for found in spans.values():
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(sorted(found)))
 
 
 def test_the_picture_shows_plan_above_measurement_with_every_op_and_escapes_names(tmp_path):

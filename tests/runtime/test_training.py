@@ -53,6 +53,10 @@ CASES = {
     "deferred weight gradients": (4, ("pp.schedule=1f1b_w",)),
     "two stages a rank in a V": (2, ("pp.schedule=zb_v",)),
     "DualPipeV": (2, ("pp.schedule=dualpipe_v",)),
+    "DualPipeV, whose pairs would overlap on GPUs": (
+        2,
+        ("pp.schedule=dualpipe_v", "pp.overlap_pairs=true"),
+    ),
     "activation checkpointing and weight gradients that wait": (
         2,
         ("ac.mode=full", "pp.schedule=zb_v"),

@@ -3,6 +3,7 @@
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from ppruntime.schedules.draw import (
     Panel,
     chrome_trace,
     nice_step,
+    ops_beside_others,
     svg,
     text_overview,
     text_picture,
@@ -141,6 +143,32 @@ def test_a_chrome_trace_has_an_event_per_op_and_transfer():
         4: "rank 2",
         5: "rank 2 sends",
     }
+
+
+def test_ops_that_run_at_the_same_time_share_the_row_and_get_threads_of_their_own():
+    schedule = make("dualpipe_v", 2, 6)
+    costs = Costs.even(1, 1, 1, schedule.stage_to_rank)
+    rows = simulate(schedule, costs, paired=costs).rows
+    assert ops_beside_others(rows[0])
+    heights = {
+        box.find(f"{SVG}title").text.split()[0]: (float(box.get("y")), float(box.get("height")))
+        for box in ElementTree.fromstring(svg([Panel("", "", rows)])).iter(f"{SVG}rect")
+        if box.find(f"{SVG}title") is not None
+    }
+    beside = {str(timed.op) for timed in ops_beside_others(rows[0])}
+    own = {str(timed.op): timed.op.stage for timed in rows[0]}
+    whole = {height for name, (_, height) in heights.items() if name in own.keys() - beside}
+    halves = {height for name, (_, height) in heights.items() if name in beside}
+    assert {2 * height for height in halves} == whole
+    tops = {own[name]: heights[name][0] for name in beside}
+    assert tops[3] - tops[0] == halves.pop()
+    events = json.loads(chrome_trace(rows))["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert set(names.values()) == {"rank 0", "rank 0, stage 3", "rank 1", "rank 1, stage 2"}
+    for tid in names:
+        own_events = [e for e in events if e["ph"] == "X" and e["tid"] == tid]
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in own_events)
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
 
 
 def test_nothing_to_draw_is_said():

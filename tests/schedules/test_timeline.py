@@ -4,12 +4,12 @@ import time
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppruntime.schedules import NAMES, make, passes
 from ppruntime.schedules.costs import Costs, Hops, StageBytes, parse_costs
-from ppruntime.schedules.ops import Kind, Op, Pair, Schedule, ScheduleError
+from ppruntime.schedules.ops import Kind, Op, Pair, Schedule, ScheduleError, ops_of, parse_step
 from ppruntime.schedules.timeline import Timeline, simulate
 
 
@@ -17,15 +17,27 @@ def uniform(schedule: Schedule, forward: float, input_grad: float, weight_grad: 
     return Costs.even(forward, input_grad, weight_grad, schedule.stage_to_rank)
 
 
-def longest_path(schedule: Schedule, costs: Costs, hops: Hops) -> float:
+def longest_path(
+    schedule: Schedule, costs: Costs, hops: Hops, paired: Costs | None = None
+) -> float:
     """The makespan as the longest path over all precedence edges, by relaxation to a fixpoint:
-    nothing in common with the event simulation but the definition."""
+    nothing in common with the event simulation but the definition. With `paired` the halves of a
+    pair have no edge between them."""
     forward, backward = hops.per_stage_hop(schedule.stage_to_rank)
     orders = [list(schedule.ops(rank)) for rank in range(schedule.num_ranks)]
+
+    def length(op: Op) -> float:
+        return paired.of(op) if paired is not None and op in halves else costs.of(op)
+
     gradient = {
         (op.stage, op.micro_batch): op for o in orders for op in o if op.kind in (Kind.I, Kind.B)
     }
     edges = [(a, b, 0.0) for order in orders for a, b in pairwise(order)]
+    halves = set[Op]()
+    if paired is not None:
+        steps = [[ops_of(step) for step in order] for order in schedule.orders]
+        edges = [(a, b, 0.0) for o in steps for x, y in pairwise(o) for a in x for b in y]
+        halves = {op for order in steps for ops in order if len(ops) == 2 for op in ops}
     for order in orders:
         for op in order:
             s, m = op.stage, op.micro_batch
@@ -42,10 +54,10 @@ def longest_path(schedule: Schedule, costs: Costs, hops: Hops) -> float:
     while changed:
         changed = False
         for a, b, latency in edges:
-            at = start[a] + costs.of(a) + latency
+            at = start[a] + length(a) + latency
             if at > start[b]:
                 start[b], changed = at, True
-    return max(at + costs.of(op) for op, at in start.items())
+    return max(at + length(op) for op, at in start.items())
 
 
 GOLDEN = {
@@ -251,6 +263,43 @@ def test_a_fused_pair_waits_for_both_inputs_and_takes_the_gain():
     first, second = fused.rows[0][2:4]
     assert (first.start, first.finish) == (second.start, second.finish)
     assert fused.busy[0] == fused.makespan
+
+
+def test_halves_that_run_beside_each_other_wait_for_their_own_input_alone():
+    texts = "0F0 1F0 (0F1;1B0)OVERLAP_F_B 0B0 1F1 1B1 0B1"
+    alone = Schedule("pairs", 2, (0, 0), (tuple(map(parse_step, texts.split())),))
+    costs = Costs((1.0,) * 2, (1.0,) * 2, (1.0,) * 2)
+    paired = Costs((3.0,) * 2, (1.0,) * 2, (1.0,) * 2)
+    timeline = simulate(alone, costs, paired=paired)
+    # 0F0 1F0, then 0F1 for 3 beside 1B0 for 2, then 0B0 1F1 1B1 0B1.
+    found = {str(timed.op): (timed.start, timed.finish) for timed in timeline.rows[0]}
+    assert (found["0F1"], found["1B0"], found["0B0"]) == ((2, 5), (2, 4), (5, 7))
+    assert timeline.makespan == timeline.busy[0] == 5 + 2 + 1 + 2 + 2
+    with pytest.raises(ScheduleError, match="pairs are fused, or their halves run beside"):
+        simulate(alone, costs, paired=paired, fuse_pairs=True)
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(
+    num_ranks=st.integers(1, 5),
+    more=st.integers(0, 8),
+    hop=st.sampled_from([0.0, 0.25, 2.0]),
+    stretch=st.sampled_from([0.5, 0.75, 1.0, 1.5]),
+)
+def test_pairs_that_overlap_take_the_longest_path_of_their_waits(num_ranks, more, hop, stretch):
+    schedule = make("dualpipe_v", num_ranks, num_ranks + 1 + more)
+    costs, paired = uniform(schedule, 1, 1, 1), uniform(schedule, *3 * [stretch])
+    timeline = simulate(schedule, costs, Hops.both(hop), paired=paired)
+    assert timeline.makespan == pytest.approx(
+        longest_path(schedule, costs, Hops.both(hop), paired=paired)
+    )
+    for rank, row in enumerate(timeline.rows):
+        assert list(row) == sorted(row, key=lambda timed: timed.start)
+        assert timeline.idle[rank].total + timeline.busy[rank] == pytest.approx(timeline.makespan)
+    path = timeline.critical_path
+    assert path[0].start == 0
+    assert path[-1].finish == timeline.makespan
+    assert all(one.finish == pytest.approx(then.start) for one, then in pairwise(path))
 
 
 def test_jitter_costs_plain_1f1b_most_and_is_seeded():
