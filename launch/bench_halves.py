@@ -25,8 +25,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from ppruntime.gpu_clock import Clock
 from ppruntime.launch.command_line import command_line
-from ppruntime.launch.gpu_clock import Clock
 from ppruntime.launch.records import write_record
 from ppruntime.models.attention_kernels import REFERENCE, AttentionKernels, set_kernels
 from ppruntime.models.carry import DIFFERENTIABLE, Carry, MicroBatch

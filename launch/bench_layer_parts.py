@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppruntime.gpu_clock import Clock
 from ppruntime.launch.command_line import command_line
-from ppruntime.launch.gpu_clock import Clock
 from ppruntime.launch.records import end_in_order, write_record
 from ppruntime.models.carry import IGNORED_LABEL
 from ppruntime.models.dims import ModelDims, changed, preset

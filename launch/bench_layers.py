@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppruntime.gpu_clock import Clock
 from ppruntime.launch import bench_halves, bench_layer_parts, bench_linears, bench_moe_half
 from ppruntime.launch.command_line import command_line
-from ppruntime.launch.gpu_clock import Clock
 from ppruntime.launch.records import end_in_order, write_record
 
 HEADS, WIDTH, WINDOW, PAIRS = 64, 512, 128, 32

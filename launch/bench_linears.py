@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ppruntime.gpu_clock import Clock
 from ppruntime.launch.command_line import command_line
-from ppruntime.launch.gpu_clock import Clock
 from ppruntime.launch.records import write_record
 from ppruntime.models.dims import ModelDims, preset
 

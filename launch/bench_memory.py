@@ -22,8 +22,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # see `boundaries.warm_up`
+from ppruntime.launch import cuda_environment
+
+os.environ.update(cuda_environment.left_out())
 
 from ppruntime.config import ConfigError
 from ppruntime.launch.command_line import command_line

@@ -27,9 +27,9 @@ from ppruntime.config import Config, ConfigError, load
 from ppruntime.experts.dispatch import open_dispatcher
 from ppruntime.experts.options import choose_experts, moe_options
 from ppruntime.gemm_budget import limit_gemms
+from ppruntime.gpu_clock import Clock
 from ppruntime.launch import bench_moe_pairs
 from ppruntime.launch.bench_moe_record import Recorder, Row, distance
-from ppruntime.launch.gpu_clock import Clock
 from ppruntime.launch.records import end_in_order
 from ppruntime.models.all_to_all import AllToAll
 from ppruntime.models.dispatch import AnyExperts, Dispatcher

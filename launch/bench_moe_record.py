@@ -74,7 +74,7 @@ class Recorder:
         """Times the variants in turn, again and again."""
         import torch
 
-        from ppruntime.launch.gpu_clock import Clock
+        from ppruntime.gpu_clock import Clock
 
         rows = [Row(shape, phase, name, flops, num_bytes) for name in variants]
         clock = Clock(torch.device("cuda"))

@@ -29,8 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # see `boundaries.warm_up`
+from ppruntime.launch import cuda_environment
+
+os.environ.update(cuda_environment.left_out())
 
 import torch
 import torch.distributed as dist

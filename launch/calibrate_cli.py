@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from ppruntime.launch import cuda_environment
 from ppruntime.launch.run_files import files_and_overrides
 from ppruntime.projection.projector import ProjectionError
 
@@ -91,6 +92,7 @@ def calibrate(
             f"parallel.ep = {config.parallel.ep}: a unit is timed with all its experts on one rank "
             "so far; use 1, with model.num_experts divided by the ranks that would share them"
         )
+    os.environ.update(cuda_environment.left_out())
     started = int(os.environ.get("WORLD_SIZE", "1"))
     as_the_run = per_step or in_flight
     if (started != config.world_size and (started > 1 or as_the_run)) or (started > 1 and depths):

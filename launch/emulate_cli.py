@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from ppruntime.launch import cuda_environment
 from ppruntime.launch.run_files import files_and_overrides
 from ppruntime.projection.projector import ProjectionError
 
@@ -87,8 +88,7 @@ def emulate(
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != needed:
         return _say_how(needed, started)
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    os.environ.update(cuda_environment.left_out())
     return _run(config, jobs, out, costs, calibration, hop_s, steps, boundaries, keep, few_samples)
 
 

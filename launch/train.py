@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 from ppruntime.config import ConfigError, load
+from ppruntime.launch import cuda_environment
 from ppruntime.launch.run_files import files_and_overrides
 
 _HEAD_START_SECONDS = 5
@@ -37,11 +38,8 @@ def _train(arguments: Sequence[str], *, is_first: bool) -> int:
             print(error, file=sys.stderr, flush=True)
         return 2
 
-    # With a single hardware queue a transfer's wait would hold the compute behind it.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    if config.pp.transport in ("nccl", "auto"):
-        # To load a kernel late, CUDA may wait for a receive that is on the GPU: a deadlock.
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    at_once = config.pp.transport in ("nccl", "auto")
+    os.environ.update(cuda_environment.left_out(loads_kernels_at_once=at_once))
     from ppruntime.session import run  # loads torch: only for a configuration that can run
 
     return run(config)

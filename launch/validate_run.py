@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ppruntime.launch import cuda_environment
 from ppruntime.launch.records import write_record
 from ppruntime.launch.run_files import files_and_overrides
 from ppruntime.projection.projector import ProjectionError
@@ -67,8 +68,7 @@ def validate_run(
             f"{calibration.world_size} ranks, --steps {steps}; start as many as both have, with 1 "
             "step or more"
         )
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    os.environ.update(cuda_environment.left_out())
     return _validate(config, calibration, calibrate_with, steps, out, predictions)
 
 

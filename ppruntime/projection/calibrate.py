@@ -8,6 +8,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from ppruntime.connect import open_beside
 from ppruntime.data.batches import open_data
 from ppruntime.experts.options import choose_experts
 from ppruntime.gemm_budget import with_gemm_budget
+from ppruntime.gpu_clock import Clock
 from ppruntime.linear_options import choose_linears
 from ppruntime.memory import activation_bytes
 from ppruntime.models.carry import CROSSING, DIFFERENTIABLE, MicroBatch
@@ -229,16 +231,10 @@ def depths(config: Config, ranks: Ranks, shallow: int, deep: int, samples: int) 
 
 
 def timed(act: Callable[[], object], samples: int, device: torch.device) -> list[float]:
-    """Seconds of each call of `act`, after a few that do not count; on a device with all its
-    work."""
-    seconds = []
-    for _ in range(_WARM_UP + samples):
-        _synchronize(device)
-        start = time.perf_counter()
-        act()
-        _synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return seconds[_WARM_UP:]
+    """Seconds of each call of `act`, after a few that do not count; on a device its own, with the
+    host ahead as it is in a run."""
+    clock = Clock(device)
+    return [clock(act) / 1e3 for _ in range(_WARM_UP + samples)][_WARM_UP:]
 
 
 def _op_times(
@@ -249,26 +245,24 @@ def _op_times(
     device: torch.device,
 ) -> dict[str, float]:
     """Median and 95th percentile of F, I and W; the three run in turn, as in a step."""
-    taken: dict[str, list[float]] = {"forward": [], "input_grad": [], "weight_grad": []}
+    names = ("forward", "input_grad", "weight_grad")
+    clocks = {name: Clock(device) for name in names}
+    taken: dict[str, list[float]] = {name: [] for name in names}
     stand_ins: tuple[Tensor, ...] | None = None
     for _ in range(_WARM_UP + samples):
         _begin(stage, device)
-        moments = [_now(device)]
-        outputs = stage.forward(0, inputs, batch)
-        moments.append(_now(device))
+        forward, outputs = clocks["forward"].timed(lambda: stage.forward(0, inputs, batch))
         if stand_ins is None:
             stand_ins = tuple(
                 torch.randn_like(output) * 1e-2
                 for name, output in zip(stage.outputs, outputs, strict=True)
                 if name in DIFFERENTIABLE
             )
-        moments.append(_now(device))
-        stage.backward_input(0, stand_ins)
-        moments.append(_now(device))
-        stage.weight_grads(0)
-        moments.append(_now(device))
-        for name, a, b in (("forward", 0, 1), ("input_grad", 2, 3), ("weight_grad", 3, 4)):
-            taken[name].append(moments[b] - moments[a])
+        del outputs  # as a run has sent them by then
+        input_grad = clocks["input_grad"](partial(stage.backward_input, 0, stand_ins))
+        weight_grad = clocks["weight_grad"](partial(stage.weight_grads, 0))
+        for name, milliseconds in zip(names, (forward, input_grad, weight_grad), strict=True):
+            taken[name].append(milliseconds / 1e3)
     rows: dict[str, float] = {}
     for name, seconds in taken.items():
         rows[f"{name}_s"], rows[f"{name}_p95_s"] = median_and_p95(seconds[_WARM_UP:])
@@ -333,13 +327,6 @@ def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _now(device: torch.device) -> float:
-    """The time once this stream's work is done; what moves on other streams goes on."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    return time.perf_counter()
 
 
 def _clean(device: torch.device) -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from ppruntime.launch.gpu_clock import Clock
+from ppruntime.gpu_clock import Clock
 
 
 def test_a_call_is_timed_by_the_wall_on_a_cpu_and_its_result_handed_on():
