@@ -212,15 +212,17 @@ class ToFp8:
 class _AsFp8:
     def __init__(self, memories: Sequence[Memory]) -> None:
         self._memories = memories
-        self._kept = [_narrowed(_values(memory)) for memory in memories]
+        self._kept: list[_Narrow | None] = [_narrowed(_values(memory)) for memory in memories]
 
     def leave(self) -> None:
         for memory in self._memories:
             memory.storage = None
 
     def come_back(self) -> None:
-        for memory, kept in zip(self._memories, self._kept, strict=True):
-            memory.storage = _widened(kept).untyped_storage()
+        # Piece by piece: no more than one lies here in both forms.
+        for place, memory in enumerate(self._memories):
+            memory.storage = _widened(self._kept[place]).untyped_storage()
+            self._kept[place] = None
         self._kept = []
 
     def arrive(self) -> None:
@@ -250,10 +252,15 @@ def _narrowed(values: Tensor) -> _Narrow:
     return _Narrow(scaled.to(torch.float8_e4m3fn), scale, rest)
 
 
-def _widened(kept: _Narrow) -> Tensor:
+def _widened(kept: _Narrow | None) -> Tensor:
+    assert kept is not None, "it is back already"
+    num_grouped = kept.data.numel()
+    values = kept.rest.new_empty(num_grouped + kept.rest.numel())
+    values[num_grouped:] = kept.rest
     # Both factors and the product are exact in bf16: three bits of mantissa and a power of two.
-    groups = kept.data.to(kept.rest.dtype).mul_(kept.scale.to(kept.rest.dtype).unsqueeze(1))
-    return torch.cat([groups.flatten(), kept.rest])
+    groups = values[:num_grouped].view(-1, _GROUP).copy_(kept.data)
+    groups.mul_(kept.scale.to(values.dtype).unsqueeze(1))
+    return values
 
 
 def _values(memory: Memory) -> Tensor:

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from toy_units import micro_batches
 
+from ppruntime import activation_offload
 from ppruntime.activation_offload import ActivationOffload, ToFp8, ToHost
 from ppruntime.host_memory import HostPool
 from ppruntime.schedules import NAMES, make
@@ -206,6 +207,34 @@ def test_fp8_keeps_half_a_mantissa_and_leaves_other_dtypes_alone():
     assert (error <= (before[0].abs().float() / 16).clamp_min(9 / 448)).all()
     assert torch.equal(after.flatten()[-6:], before[0].flatten()[-6:])  # they fill no group
     assert torch.equal(z.grad_fn._saved_result, before[1])
+
+
+def test_as_fp8_comes_back_no_more_than_one_piece_is_there_in_both_forms(monkeypatch):
+    """Else a reload would need all of a micro-batch's FP8 beside its bf16."""
+    offload = ActivationOffload(ToFp8(torch.bfloat16), {0: lambda: ()})
+    x = torch.randn(4, 256, dtype=torch.bfloat16, requires_grad=True)
+    with offload.collecting((0, 0), ()):
+        y = ((x * 2).sigmoid() * 3).tanh().sin()
+    narrow, alive = [], []
+    narrowed, widened = activation_offload._narrowed, activation_offload._widened
+
+    def watch_narrowed(values):
+        kept = narrowed(values)
+        narrow.append(StorageWeakRef(kept.data.untyped_storage()))
+        return kept
+
+    def watch_widened(kept):
+        alive.append(sum(not each.expired() for each in narrow))
+        return widened(kept)
+
+    monkeypatch.setattr(activation_offload, "_narrowed", watch_narrowed)
+    monkeypatch.setattr(activation_offload, "_widened", watch_widened)
+    for act in (offload.offload, offload.offloaded, offload.reload, offload.arrive):
+        act((0, 0))
+    assert len(narrow) > 1
+    assert alive == list(range(len(narrow), 0, -1))
+    y.sum().backward()
+    assert x.grad.isfinite().all()
 
 
 def test_an_executor_without_a_place_refuses_an_order_that_moves():
