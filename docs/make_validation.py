@@ -24,7 +24,8 @@ record; it was written before its run began. error = predicted / measured - 1.
 """
 NOT_RUN = """## Not run
 
-- v3 on two GPUs, v4 (emulated PP4 on two GPUs against four), v5 (eight GPUs), v6 (sixteen nodes).
+- v3 again: the one above took medians of op times where a sum needs means.
+- v4 (emulated PP4 on two GPUs against four), v5 (eight GPUs), v6 (sixteen nodes).
 """
 
 
@@ -57,12 +58,13 @@ def _record(path: Path, record: dict[str, Any]) -> str:
             f"| {case['rung']} | {case['case']} | {case['what']} | {case['predicted']:.4g} | "
             f"{case['measured']:.4g} | {100 * case['error']:+.2f} % | {bar} | {state} |"
         )
-    load = record.get("load_average", {})
+    busy = ""
+    if load := record.get("load_average"):
+        busy = f"load average {load['before'][0]:.1f} before and {load['after'][0]:.1f} after, "
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     lines += [
         "",
-        f"[{path.name}](bench/{path.name}): `{record['command']}`, {versions}, load average "
-        f"{load.get('before', [0])[0]:.1f} before and {load.get('after', [0])[0]:.1f} after, "
+        f"[{path.name}](bench/{path.name}): `{record['command']}`, {versions}, {busy}"
         f"{record['seconds']:.0f} s. Predictions: "
         f"[{record['predictions']}](bench/{record['predictions']}).",
         "",

@@ -8,13 +8,20 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 
+def typed(words: Sequence[str] | None = None) -> str:
+    """`ppruntime WORDS`, as anyone can type it: files by absolute paths are named without their
+    folders. `words`: this process's own by default."""
+    return shlex.join(
+        ["ppruntime", *map(_without_folder, sys.argv[1:] if words is None else words)]
+    )
+
+
 def command_line(bench: str, arguments: Sequence[str] | None = None) -> str:
-    """`ppruntime bench BENCH ARGUMENTS`, as anyone can type it: files by absolute paths are named
-    without their folders. `arguments`: this process's own by default."""
+    """`typed` of `bench BENCH ARGUMENTS`; `arguments`: this process's own by default."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:2] == ["bench", bench]:
         words = words[2:]
-    return shlex.join(["ppruntime", "bench", *bench.split(), *map(_without_folder, words)])
+    return typed(["bench", *bench.split(), *words])
 
 
 def _without_folder(word: str) -> str:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import shlex
-import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+from ppruntime.launch.command_line import typed
+from ppruntime.launch.records import write_record
 from ppruntime.projection.projector import ProjectionError
 from ppruntime.validate import Ledger, Verdict, exact_cases
 
@@ -75,7 +74,7 @@ def validate(
         print(verdict, flush=True)
     print(f"{time.monotonic() - start:.0f} s")
     record = {
-        "command": shlex.join(["ppruntime", *sys.argv[1:]]),
+        "command": typed(),
         "device": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": _versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -84,8 +83,7 @@ def validate(
         "predictions": predictions.name,
         "cases": [verdict.record() for verdict in verdicts],
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(out, record)
     return int(not all(verdict.met for verdict in verdicts))
 
 

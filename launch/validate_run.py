@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
-import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ppruntime.launch import cuda_environment
+from ppruntime.launch.command_line import typed
 from ppruntime.launch.records import write_record
 from ppruntime.launch.run_files import files_and_overrides
 from ppruntime.projection.projector import ProjectionError
@@ -113,7 +112,7 @@ def _validate(
     for verdict in verdicts:
         print(verdict, flush=True)
     record = {
-        "command": shlex.join(["ppruntime", *sys.argv[1:]]),
+        "command": typed(),
         "device": torch.cuda.get_device_name() if on_cuda else platform.machine(),
         "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
         "date": datetime.now(UTC).isoformat(timespec="milliseconds"),

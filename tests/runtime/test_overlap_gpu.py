@@ -45,12 +45,12 @@ class SleepyStage:
     written, on the device."""
 
     def __init__(self, index, cycles):
-        self.index, self.cycles, self.in_flight = index, cycles, {}
+        self.index, self.cycles, self.in_flight, self.waiting = index, cycles, {}, set()
         self.num_wrong = torch.zeros((), dtype=torch.int64, device="cuda")
 
     @property
     def num_in_flight(self):
-        return len(self.in_flight)
+        return len(self.in_flight) + len(self.waiting)
 
     def forward(self, m, received, batch):
         del batch
@@ -68,6 +68,14 @@ class SleepyStage:
         self._look([kept, scratch], self._number(m, self.index))
         self._look(grads, -self._number(m, self.index + 1))
         return (-self._made(m),)
+
+    def backward_input(self, m, grads):
+        self.waiting.add(m)
+        return self.backward(m, grads)
+
+    def weight_grads(self, m):
+        self.waiting.remove(m)
+        torch.cuda._sleep(self.cycles())
 
     def _number(self, m, stage):
         return float(100 * m + stage + 1)
@@ -144,6 +152,7 @@ DETERMINISTIC = (
     "model.num_heads=16",
     "kernels.attention=triton",
     "kernels.attention_deterministic=true",
+    "kernels.engram=triton",  # whose rows' gradients are summed in order, unlike index_add_
 )
 EXPERTS = ("model.expert_width=128", "moe.compute.backend=triton")
 OVERLAP = "pp.overlap_pairs=true"
