@@ -372,4 +372,11 @@ def build_stage(
     queue = WeightGradQueue()
     for unit in units:
         set_queue(unit, queue)
-    return Stage(plan.index, units, inputs=plan.inputs, outputs=plan.outputs, queue=queue)
+    return Stage(
+        plan.index,
+        units,
+        inputs=plan.inputs,
+        outputs=plan.outputs,
+        queue=queue,
+        backward_here=config.run.backward_thread == "rank",
+    )

@@ -40,6 +40,7 @@ class Stage:
     stage, in the boundary's order. `queue` gathers the weight gradients that `backward_input` puts
     off. The losses and expert loads of a step lie in `losses`, `balance_losses`, `index_losses` and
     `loads`, one entry per micro-batch in the order of the forwards, until `reset`.
+    `backward_here`: backwards run in the thread that asks for them, whatever device they are on.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class Stage:
         inputs: tuple[str, ...],
         outputs: tuple[str, ...],
         queue: WeightGradQueue,
+        backward_here: bool = False,
     ) -> None:
-        self.index = index
+        self.index, self._backward_here = index, backward_here
         self.units = nn.ModuleList(units)
         self.inputs = inputs
         self.outputs = outputs
@@ -135,7 +137,8 @@ class Stage:
             if edge is not None:
                 roots.append(edge)
                 seeds.append(grad)
-        torch.autograd.backward(roots, seeds)
+        with torch.autograd.set_multithreading_enabled(not self._backward_here):
+            torch.autograd.backward(roots, seeds)
         return tuple(_apart_from(_grad_of(leaf), grads) for leaf in flight.leaves)
 
     def backward_input(self, micro_batch: int, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:

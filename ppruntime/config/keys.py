@@ -276,6 +276,10 @@ class Run(Section, frozen=True):
     num_threads: Annotated[int, Meta(ge=1, le=4096)] = 1
     """CPU threads of one rank's operators. Default: one, since ranks share the cores and one thread
     makes sums repeatable. Summation order."""
+    backward_thread: Literal["autograd", "rank"] = "autograd"
+    """Whose thread starts a backward's kernels on a GPU: autograd's own, or the rank's, which would
+    only wait for it. rank took the host 3.9 ms for an FP8 MoE half's backward under a profiler, the
+    other 6.7 without one (H200, no record); in a pipeline it is not measured. Bitwise."""
 
 
 class ActivationCheckpointing(Section, frozen=True):

@@ -184,3 +184,39 @@ def test_a_step_that_starts_with_work_left_over_is_refused():
     stage.forward(0, (), micro_batches(1, 1, 3, seed=1)[0])
     with pytest.raises(AssertionError, match="stage 0 starts a step with work left over"):
         stage.reset(loss_seed=SEED, balance_seed=BALANCE_SEED)
+
+
+class _Asks(torch.autograd.Function):
+    """The identity; its backward notes whether autograd would start threads."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append(torch._C._is_multithreading_enabled())
+        return grad, None
+
+
+class AskingUnit(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, carry, batch):
+        return carry._replace(streams=_Asks.apply(carry.streams, self.seen))
+
+
+def test_a_backward_runs_in_the_ranks_thread_if_that_is_wanted_and_only_there():
+    for here in (False, True):
+        unit = AskingUnit()
+        ends = {"inputs": ("streams",), "outputs": ("streams",)}
+        stage = Stage(0, [unit], **ends, queue=WeightGradQueue(), backward_here=here)
+        (batch,) = micro_batches(1, 2, 5, seed=0)
+        for m, backward in enumerate((stage.backward, stage.backward_input)):
+            stage.forward(m, (torch.ones(2, 5, 1, 4),), batch)
+            backward(m, (torch.ones(2, 5, 1, 4),))
+        assert unit.seen == [not here] * 2
+        assert torch._C._is_multithreading_enabled()
