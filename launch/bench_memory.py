@@ -41,7 +41,7 @@ from ppruntime.launch.memory_cases import (
 )
 from ppruntime.launch.memory_worker import Training, Workers, WorkersLost
 from ppruntime.launch.records import end_in_order, write_record
-from ppruntime.launch.run_files import files_and_overrides
+from ppruntime.launch.run_files import add_run, files_and_overrides
 
 _ROW_SECONDS = 150.0
 """Most that a row may take, with the compilation of its kernels."""
@@ -79,12 +79,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="ppruntime bench memory", description=(__doc__ or "").partition("\n")[0]
     )
     add = parser.add_argument
-    add(
-        "run",
-        nargs="*",
-        metavar="FILE or KEY=VALUE",
-        help="run files, later ones on top, and keys; no file: launch/configs/v41-proxy-8.toml",
-    )
+    add_run(parser, "launch/configs/v41-proxy-8.toml")
     add("--out", type=Path, default=Path("docs/bench/memory.json"), help="JSON file to write")
     add("--layouts", default="one", help="one, ppN, dpN, with commas; N GPUs are needed")
     add("--tokens", default="", help="of a micro-batch, with commas: only cases of these")

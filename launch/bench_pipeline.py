@@ -52,7 +52,7 @@ from ppruntime.launch.pipeline_bars import bars, figures, line
 from ppruntime.launch.pipeline_variants import Variant, parsed_kind
 from ppruntime.launch.records import write_record
 from ppruntime.launch.run_digests import gradient_digest, loss_digest
-from ppruntime.launch.run_files import files_and_overrides
+from ppruntime.launch.run_files import add_run, files_and_overrides
 from ppruntime.launch.stand_ins import (
     Contents,
     HollowTransport,
@@ -110,12 +110,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="ppruntime bench pipeline", description=(__doc__ or "").partition("\n")[0]
     )
     add = parser.add_argument
-    add(
-        "run",
-        nargs="*",
-        metavar="FILE or KEY=VALUE",
-        help="run files, later ones on top, and keys; no file: launch/configs/v41-proxy-8.toml",
-    )
+    add_run(parser, "launch/configs/v41-proxy-8.toml")
     add("--out", required=True, type=Path, help="JSON file to write")
     add("--orders", default="1f1b,async_1f1b,1f1b_w,dualpipe_v")
     add(

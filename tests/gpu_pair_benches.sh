@@ -40,6 +40,8 @@ run validation-run 90 "${ranks[@]}" validate-run "${bf16[@]}" "${put[@]}" pp.sch
     --predictions "$out/validation-run-predictions.jsonl" --calibrate-with \
     "train.num_micro_batches=12 pp.schedule=1f1b pp.transport=copy_engine pp.nccl_library=default"
 run memory-2-gpus 290 "${cli[@]}" bench memory --layouts pp2,dp2 --limit-seconds 250
+run memory-one-in-two 120 "${cli[@]}" bench memory --layouts pp2 --tokens 8192 --limit-seconds 80 \
+    --only "offload, paced, one in two" train.num_micro_batches=24
 run memory-weight-grads 110 "${cli[@]}" bench memory --layouts pp2 --tokens 8192 \
     --limit-seconds 80 --only "weight gradients apart" --only "weight gradients of two" \
     --only "weight gradients apart, of two" launch/configs/v41-proxy-8.toml kernels.linear=auto
