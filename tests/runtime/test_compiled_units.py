@@ -91,8 +91,10 @@ def test_a_weight_gradient_waits_also_where_it_did_not_when_the_layer_was_compil
 def test_a_compiled_run_is_one_whose_roundings_differ(tmp_path):
     plain = steps(tmp_path / "plain")
     compiled = steps(tmp_path / "compiled", "kernels.compile=true")
-    for found, expected in zip(compiled, plain, strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
+    # Engram's gate, a square root of a size, is steep at 0: it makes 3e-4 of last bits.
+    for (loss, norm), (plain_loss, plain_norm) in zip(compiled, plain, strict=True):
+        assert loss == pytest.approx(plain_loss, rel=1e-5)
+        assert norm == pytest.approx(plain_norm, rel=3e-4)
 
 
 def test_units_that_are_recomputed_stay_plain(compiled_parts):
