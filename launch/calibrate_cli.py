@@ -30,6 +30,7 @@ def calibrate(
     transfer_bytes: str = _SIZES,
     per_step: Annotated[bool, _PLAIN] = False,
     in_flight: Annotated[bool, _PLAIN] = False,
+    idle: Path | None = None,
     few_samples: Annotated[bool, _PLAIN] = False,
 ) -> int:
     """Times every kind of unit of a model, and writes a calibration.
@@ -59,6 +60,9 @@ def calibrate(
     in_flight
         Both ranks send each other the model's largest boundary, back to back, while rank 0 times
         the units; to a file of its own. Its difference to one without is what a transport costs.
+    idle
+        With --in-flight: a calibration of the same units without transfers. It gets a row of what
+        the transport did to them, for `simulate --transport`.
     few_samples
         Write rows with fewer than 100 samples, as assumed ones that say so.
     """
@@ -87,6 +91,11 @@ def calibrate(
             'pp.transport = "auto" does not say what was in flight; name it, such as '
             "pp.transport=put"
         )
+    if idle is not None and not (in_flight and idle.is_file()):
+        raise ProjectionError(
+            f"--idle {idle}: it is a calibration that was made without --in-flight, and goes with"
+            " --in-flight"
+        )
     if config.parallel.ep > 1 and not per_step:
         raise ProjectionError(
             f"parallel.ep = {config.parallel.ep}: a unit is timed with all its experts on one rank "
@@ -112,11 +121,27 @@ def calibrate(
             few_samples=few_samples,
             stages=False,
         )
+        if idle is not None:
+            from ppruntime.projection.calibration import read_calibration
+            from ppruntime.projection.calibration_file import calibration_of, check_idle
+
+            beside = calibration_of(config, few_samples=few_samples, transport=transport)
+            check_idle(read_calibration(idle), beside)
     names = modes.split(",") if modes is not None else sorted({config.ac.mode, "none"})
     configs = {name: load(files, [*overrides, f"ac.mode={name}"]) for name in names}
     sizes = _whole_numbers("--transfer-bytes", transfer_bytes)
     return _run(
-        config, configs, out, samples, depths, sizes, started, per_step, in_flight, few_samples
+        config,
+        configs,
+        out,
+        samples,
+        depths,
+        sizes,
+        started,
+        per_step,
+        in_flight,
+        idle,
+        few_samples,
     )
 
 
@@ -130,6 +155,7 @@ def _run(
     started: int,
     per_step: bool,
     in_flight: bool,
+    idle: Path | None,
     few_samples: bool,
 ) -> int:
     import torch
@@ -152,7 +178,7 @@ def _run(
             _per_step(config, ranks, out, samples, few_samples=few_samples)
         elif in_flight:
             assert out is not None, "given without depths"
-            _units_in_flight(config, configs, ranks, out, samples, few_samples=few_samples)
+            _units_in_flight(config, configs, ranks, out, samples, idle, few_samples=few_samples)
         elif started > 1:
             assert out is not None, "given without depths"
             _transfers(config, ranks, out, samples, sizes, few_samples=few_samples)
@@ -199,13 +225,21 @@ def _units_in_flight(
     ranks: Ranks,
     out: Path,
     samples: int,
+    idle: Path | None,
     *,
     few_samples: bool,
 ) -> None:
     """Both ranks time all units, so that both compute; rank 0's times count."""
     from ppruntime.projection.calibrate import unit_rows
     from ppruntime.projection.calibrate_traffic import Traffic, largest_boundary_bytes
-    from ppruntime.projection.calibration_file import calibration_of, merged, write_calibration
+    from ppruntime.projection.calibration import read_calibration
+    from ppruntime.projection.calibration_file import (
+        calibration_of,
+        merged,
+        slowdown_row,
+        with_slowdown,
+        write_calibration,
+    )
 
     num_bytes, kind = largest_boundary_bytes(config), config.pp.transport
     beside = f"messages of {num_bytes:,} bytes both ways on {kind}"
@@ -217,8 +251,15 @@ def _units_in_flight(
     for row in units:
         _print_unit(row)
     print(f"{traffic.num_messages:,} {beside} meanwhile")
-    known = calibration_of(config, few_samples=few_samples, transport=kind, units=units)
-    write_calibration(merged(out, known), out)
+    known = merged(
+        out, calibration_of(config, few_samples=few_samples, transport=kind, units=units)
+    )
+    write_calibration(known, out)
+    if idle is not None:
+        alone = read_calibration(idle)
+        slowdown = slowdown_row(alone, known)
+        write_calibration(with_slowdown(alone, slowdown), idle)
+        print(f"{100 * slowdown.both_ways:.2f} % longer: {slowdown.source}; added to {idle}")
 
 
 def _print_unit(row: UnitTimes, held: HeldBytes | None = None) -> None:

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import PurePath
 
-
-def typed(words: Sequence[str] | None = None) -> str:
-    """`ppruntime WORDS`, as anyone can type it: files by absolute paths are named without their
-    folders. `words`: this process's own by default."""
-    return shlex.join(
-        ["ppruntime", *map(_without_folder, sys.argv[1:] if words is None else words)]
-    )
+from ppruntime.typed_command import typed
 
 
 def command_line(bench: str, arguments: Sequence[str] | None = None) -> str:
@@ -22,9 +14,3 @@ def command_line(bench: str, arguments: Sequence[str] | None = None) -> str:
     if words[:2] == ["bench", bench]:
         words = words[2:]
     return typed(["bench", *bench.split(), *words])
-
-
-def _without_folder(word: str) -> str:
-    key, equals, value = word.rpartition("=")
-    name = PurePath(value).name if value.startswith("/") else value
-    return f"{key}{equals}{name}"

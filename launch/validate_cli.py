@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from ppruntime.launch.command_line import typed
 from ppruntime.launch.records import write_record
 from ppruntime.projection.projector import ProjectionError
+from ppruntime.typed_command import typed
 from ppruntime.validate import Ledger, Verdict, exact_cases
 
 

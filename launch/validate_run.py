@@ -16,10 +16,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ppruntime.launch import cuda_environment
-from ppruntime.launch.command_line import typed
 from ppruntime.launch.records import write_record
 from ppruntime.launch.run_files import files_and_overrides
 from ppruntime.projection.projector import ProjectionError
+from ppruntime.typed_command import typed
 from ppruntime.validate import Ledger, Verdict
 
 if TYPE_CHECKING:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import platform
-import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from ppruntime.projection.calibration import (
     read_calibration,
 )
 from ppruntime.projection.projector import ProjectionError
+from ppruntime.typed_command import typed
 
 
 def calibration_of(
@@ -55,7 +55,7 @@ def calibration_of(
     return msgspec.convert(
         {
             "schema": 1,
-            "command": shlex.join(["ppruntime", *sys.argv[1:]]),
+            "command": typed(),
             "device": torch.cuda.get_device_name() if on_cuda else platform.machine(),
             "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -149,6 +149,62 @@ def merged(path: Path, new: Calibration) -> Calibration:
                 rows[key] = row
         changes[group] = tuple(rows[key] for key in sorted(rows))
     return msgspec.structs.replace(new, **changes)
+
+
+def check_idle(idle: Calibration, in_flight: Calibration) -> None:
+    """Raises ProjectionError unless the two are of one run, without transfers and beside some."""
+    for name in ("device", "model", "seq_len", "micro_batch_size", "ep", "routing"):
+        if getattr(idle, name) != getattr(in_flight, name):
+            raise ProjectionError(
+                f"the calibration without transfers is of {name} {getattr(idle, name)}, the one "
+                f"beside them of {getattr(in_flight, name)}; time both on the same run"
+            )
+    if idle.transport != "idle" or in_flight.transport == "idle":
+        raise ProjectionError(
+            f"ops were timed with {idle.transport} and with {in_flight.transport} in flight; the "
+            "first file has to be idle, the second not"
+        )
+
+
+def slowdown_row(idle: Calibration, in_flight: Calibration) -> Slowdown:
+    """What the transport of `in_flight` does to compute: by how much the units that both files have
+    take longer beside its messages both ways, all together. `one_way` is the same, since one way
+    was not timed: more than it is.
+
+    Raises ProjectionError as `check_idle` does, and where they have no unit in common.
+    """
+    check_idle(idle, in_flight)
+    alone, beside = ({(r.unit, r.ac_mode): r for r in c.units} for c in (idle, in_flight))
+    both = sorted(alone.keys() & beside.keys())
+    if not both:
+        raise ProjectionError(
+            "the two calibrations have no unit and ac.mode in common; time the same --modes"
+        )
+
+    def seconds(rows: Mapping[tuple[str, str], UnitTimes]) -> float:
+        return sum(
+            rows[key].forward_s + rows[key].input_grad_s + rows[key].weight_grad_s for key in both
+        )
+
+    share = max(0.0, seconds(beside) / seconds(alone) - 1)
+    rows = [each[key] for each in (alone, beside) for key in both]
+    is_measured = all(row.origin == "measured" for row in rows)
+    return Slowdown(
+        transport=in_flight.transport,
+        one_way=share,
+        both_ways=share,
+        origin="measured" if is_measured else "assumed",
+        samples=min(row.samples or 0 for row in rows),
+        source=f"{len(both)} units beside messages both ways against those alone, F + I + W of all;"
+        " one way taken for the same",
+    )
+
+
+def with_slowdown(known: Calibration, row: Slowdown) -> Calibration:
+    """The calibration with the row, in the place of one for the same transport."""
+    others = [each for each in known.slowdowns if each.transport != row.transport]
+    rows = sorted([*others, row], key=lambda each: each.transport)
+    return msgspec.structs.replace(known, slowdowns=tuple(rows))
 
 
 _KEYS = {

@@ -48,7 +48,7 @@ def commands(tmp_path):
 def test_every_run_of_the_script_is_one_that_a_config_takes(commands, monkeypatch):
     monkeypatch.chdir(ROOT)
     found = commands()
-    assert len({command[-1] for command in found}) == len(found) > 10
+    assert len({command[-1] for command in found}) > 10
     for command in found:
         assert "ppruntime.launch.cli" in command
         keys = [a for a in command if a.endswith(".toml") or ("." in a.split("=")[0] and "=" in a)]

@@ -28,11 +28,19 @@ from ppruntime.launch.cli import main
 from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.plan import cut
 from ppruntime.projection.calibrate import Depths, refuse_zero_weights
-from ppruntime.projection.calibration import Calibration, PerStep, StageTimes, read_calibration
+from ppruntime.projection.calibration import (
+    Calibration,
+    PerStep,
+    StageTimes,
+    UnitTimes,
+    read_calibration,
+)
 from ppruntime.projection.calibration_file import (
     calibration_of,
     merged,
     refuse_profilers,
+    slowdown_row,
+    with_slowdown,
     write_calibration,
 )
 from ppruntime.projection.pipeline import stage_costs
@@ -300,14 +308,15 @@ def test_recorded_boundaries_repeat_and_those_of_another_run_are_refused(tmp_pat
 @pytest.mark.long
 @pytest.mark.slow
 def test_two_ranks_time_units_beside_the_messages_that_they_send_each_other(tmp_path):
-    out = tmp_path / "in-flight.json"
+    out, idle = tmp_path / "in-flight.json", tmp_path / "idle.json"
+    keys = (*ONE_LAYER, "pp.size=2", "pp.layers_per_stage=[0.5,0.5]", "pp.transport=gloo")
+    once = ("--modes", "none", "--samples", "1", "--few-samples")
+    assert main(["calibrate", str(TINY), *keys, *once, "--out", str(idle)]) == 0
     told = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", "2", "-m", "ppruntime.launch.cli", "calibrate", str(TINY)),
-            *(*ONE_LAYER, "pp.size=2", "pp.layers_per_stage=[0.5,0.5]", "pp.transport=gloo"),
-            *("--in-flight", "--modes", "none", "--out", str(out), "--samples", "1"),
-            "--few-samples",
+            *(*keys, *once, "--in-flight", "--out", str(out), "--idle", str(idle)),
         ],
         check=True,
         cwd=tmp_path,
@@ -318,6 +327,9 @@ def test_two_ranks_time_units_beside_the_messages_that_they_send_each_other(tmp_
     ).stdout
     known = read_calibration(out)
     assert known.transport == "gloo"
+    (slowdown,) = read_calibration(idle).slowdowns
+    assert (slowdown.transport, slowdown.origin) == ("gloo", "assumed")
+    assert "4 units beside messages both ways" in slowdown.source
     assert {row.unit for row in known.units} == {
         "embed",
         "attention.swa.ratio0",
@@ -538,6 +550,54 @@ def test_calibrations_and_emulations_move_messages_as_the_run_says(monkeypatch):
     finally:
         leave()
     assert (given["nccl_library"], given["timeout_seconds"]) == ("/opt/libnccl.so.2", 7)
+
+
+def unit_times(unit, seconds, **changes):
+    given = {
+        "unit": unit,
+        "ac_mode": "none",
+        "forward_s": seconds,
+        "input_grad_s": seconds,
+        "weight_grad_s": seconds,
+        "origin": "measured",
+        "source": "a clock",
+        "samples": 100,
+    }
+    return UnitTimes(**(given | changes))
+
+
+def calibrated(transport, units):
+    config = load([TINY], list(SMALL))
+    return calibration_of(config, few_samples=False, transport=transport, units=units)
+
+
+def test_what_a_transport_does_to_compute_is_the_difference_of_two_files():
+    idle = calibrated("idle", [unit_times("embed", 1.0), unit_times("head", 3.0)])
+    beside = calibrated("put", [unit_times("head", 3.3), unit_times("moe.routed", 9.0)])
+    row = slowdown_row(idle, beside)
+    assert (row.transport, row.origin, row.samples) == ("put", "measured", 100)
+    assert row.both_ways == row.one_way == pytest.approx(0.1)
+    again = slowdown_row(idle, calibrated("put", [unit_times("head", 2.9)]))
+    assert again.both_ways == 0, "compute gets no faster beside a transfer"
+    other = msgspec.structs.replace(row, transport="nccl")
+    known = with_slowdown(with_slowdown(with_slowdown(idle, row), other), again)
+    assert known.slowdowns == (other, again)
+
+
+@pytest.mark.parametrize(
+    ("idle", "beside", "complaint"),
+    [
+        ({"device": "H200"}, {}, "is of device H200, the one beside them of"),
+        ({}, {"seq_len": 9}, "is of seq_len 8, the one beside them of 9"),
+        ({"transport": "nccl"}, {}, "timed with nccl and with put in flight"),
+        ({}, {"units": ()}, "no unit and ac.mode in common"),
+    ],
+)
+def test_files_that_do_not_go_together_say_so(idle, beside, complaint):
+    one = msgspec.structs.replace(calibrated("idle", [unit_times("head", 1.0)]), **idle)
+    other = msgspec.structs.replace(calibrated("put", [unit_times("head", 1.0)]), **beside)
+    with pytest.raises(ProjectionError, match=complaint):
+        slowdown_row(one, other)
 
 
 def test_zero_weights_are_refused_whatever_the_gains_are():
