@@ -95,6 +95,9 @@ def train(*arguments: Argument) -> int:
     return 2
 
 
+_MEMORY_GB, _RESERVED_GB, _TRANSPORT, _PEAK_FLOPS = 139.0, 10.0, "put", 989e12
+
+
 @app.command
 def plan(
     *arguments: Argument,
@@ -105,11 +108,11 @@ def plan(
     calibration: Path | None = None,
     benches: Path | None = None,
     link: str | None = None,
-    memory_gb: float = 139.0,
-    reserved_gb: float = 10.0,
+    memory_gb: float = _MEMORY_GB,
+    reserved_gb: float = _RESERVED_GB,
     host_gb_per_s: float = 0.0,
-    transport: str = "put",
-    peak_flops: float = 989e12,
+    transport: str = _TRANSPORT,
+    peak_flops: float = _PEAK_FLOPS,
 ) -> int:
     """Prints what each stage would hold and send, without starting anything.
 
@@ -143,6 +146,18 @@ def plan(
     """
     from ppruntime.config import ConfigError, load
 
+    of_search = {
+        "--calibration": calibration is not None,
+        "--benches": benches is not None,
+        "--link": link is not None,
+        "--memory-gb": memory_gb != _MEMORY_GB,
+        "--reserved-gb": reserved_gb != _RESERVED_GB,
+        "--host-gb-per-s": host_gb_per_s != 0.0,
+        "--transport": transport != _TRANSPORT,
+        "--peak-flops": peak_flops != _PEAK_FLOPS,
+    }
+    if not search and (given := [name for name, is_given in of_search.items() if is_given]):
+        raise ConfigError(f"{', '.join(given)} is for --search, which is not there; add it")
     if check is not None:
         if arguments:
             raise ConfigError(f"--check reads the run's own config; leave out {arguments[0]}")

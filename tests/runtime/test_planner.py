@@ -247,3 +247,11 @@ def test_a_search_from_a_calibration_refuses_options_for_stages_by_number():
 def test_wrong_uses_are_refused_with_the_remedy(options, complaint, capsys):
     assert main(["plan", "--search", str(FULL), *options.split()]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options", ["--memory-gb 80", "--transport nccl", "--link ib --check .", "--ledger --benches ."]
+)
+def test_options_of_a_search_are_refused_without_one(options, capsys):
+    assert main(["plan", str(FULL), *options.split()]) == 2
+    assert "is for --search, which is not there; add it" in capsys.readouterr().err
