@@ -7,6 +7,7 @@ from msgspec.structs import replace as replaced
 
 from ppruntime.models.dims import preset
 from ppruntime.models.fp8_experts import Fp8Experts, Fp8Options
+from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.models.kernels import (
     deep_gemm,
     grouped_gemm,
@@ -174,7 +175,7 @@ def test_deep_gemm_follows_the_same_recipe(layer_inputs):
     deep = layer(backend=ExpertBackend.DEEP_GEMM)
     for a, b in zip(gradients(deep, *layer_inputs), own, strict=True):
         assert distance(a, b) < 5e-3
-    limited = layer(backend=ExpertBackend.DEEP_GEMM, gemm_sms=100)
+    limited = layer(backend=ExpertBackend.DEEP_GEMM, gemm_sms=GemmSms(100))
     for a, b in zip(gradients(limited, *layer_inputs), own, strict=True):
         assert distance(a, b) < 5e-3
 

@@ -16,6 +16,7 @@ from ppruntime.models.dims import preset
 from ppruntime.models.dispatch import AllHere
 from ppruntime.models.experts import Experts
 from ppruntime.models.fp8_experts import Fp8Experts, Fp8Options, MicroBatch
+from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.models.linear import WeightGradQueue, set_queue
 from ppruntime.models.mega_moe import bf16_weight_grads
@@ -210,7 +211,7 @@ def test_gradients_in_fp8_move_the_gradients_alone():
 def test_results_repeat_bit_for_bit_and_depend_on_no_number_of_multiprocessors():
     batch = batches("uneven", (7, 5))
     first = together("bf16", batch)
-    again = together("bf16", batch, MegaMoeOptions(num_sms=1, gemm_sms=2))
+    again = together("bf16", batch, MegaMoeOptions(num_sms=1, gemm_sms=GemmSms(2)))
     for name, a, b in zip(NAMES, first, again, strict=True):
         assert torch.equal(a, b), name
 
