@@ -90,7 +90,8 @@ def test_large_tiles_are_taken_where_they_leave_little_idle():
     assert not fills(52_224, 640)  # no multiple of 256
     assert not fills(128, 4608)  # 18 tiles; as 72 smaller ones twice as many multiprocessors work
     assert fills(8192, 32_768)
-    assert not fills(8192, 512 * 5 // 2)  # 2.4 rounds; of the smaller ones 4.8
+    assert fills(8192, 1280)  # 2.4 rounds of 3; of the smaller ones 4.8 of 5
+    assert not fills(8192, 768)  # 1.45 rounds of 2; 2.9 of 3
     assert not fills(0, 512)
 
 
