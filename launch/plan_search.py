@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ppruntime.launch.intervals import spread_words
+from ppruntime.projection.pipeline import SPREAD
 from ppruntime.projection.projector import Job, Origin, ProjectionError, positive
 from ppruntime.text_table import short, short_bytes, text_table
 
@@ -104,6 +106,14 @@ def _shares(task: Task) -> dict[Origin, float]:
     }
 
 
+def _mfu_between(plan: Plan, job: Job, shares: Mapping[Origin, float]) -> tuple[float, float]:
+    """The plan's MFU in percent if all its times are longer and shorter than they stand, by origin
+    as `intervals.spread_words` says."""
+    off = sum(share * SPREAD[origin] for origin, share in shares.items())
+    low, high = (100 * job.at_step_s(plan.step_s * (1 + sign * off)).mfu for sign in (1, -1))
+    return low, high
+
+
 def _rests_on(source: str, shares: Mapping[Origin, float]) -> str:
     parts = ", ".join(f"{100 * share:.0f} % {origin}" for origin, share in shares.items())
     return f"{source}; whole units count as their weakest part: {parts}"
@@ -128,11 +138,12 @@ def _text(
         _rests_on(source, shares),
         "",
     ]
-    rows = [_row(plan, job, task) for plan in found.plans]
+    rows = [_row(plan, job, task, shares) for plan in found.plans]
     if found.uniform is not None:
-        rows.append(_row(found.uniform, job, task))
-    headings = ("plan", "order", "step s", "MFU %", "cycle ms", "busiest", "most memory")
-    lines += text_table(headings, rows, left="plan")
+        rows.append(_row(found.uniform, job, task, shares))
+    names = ("plan", "order", "step s", "MFU %", "interval", "cycle ms", "busiest", "most memory")
+    lines += text_table(names, rows, left="plan")
+    lines.append(spread_words(SPREAD))
     if found.uniform is not None:
         gain = found.uniform.step_s / best.step_s - 1
         lines.append(
@@ -167,8 +178,8 @@ def _text(
         )
         for index, stage in enumerate(best.stages)
     ]
-    names = ("stage", "layers", "ms", "in flight", "lies there", "kept", "offloaded", "peak")
-    lines += text_table((*names, "recomputed", "experts"), stages, left="experts")
+    headings = ("stage", "layers", "ms", "in flight", "lies there", "kept", "offloaded", "peak")
+    lines += text_table((*headings, "recomputed", "experts"), stages, left="experts")
     lines += ["", _why(best, task)]
     return "\n".join(lines)
 
@@ -220,7 +231,7 @@ def _list(numbers: Sequence[float]) -> str:
     return f"[{','.join(f'{number:g}' for number in numbers)}]"
 
 
-def _row(plan: Plan, job: Job, task: Task) -> tuple[str, ...]:
+def _row(plan: Plan, job: Job, task: Task, shares: Mapping[Origin, float]) -> tuple[str, ...]:
     stage = plan.stages[plan.busiest]
     most = max(range(len(plan.stages)), key=lambda s: plan.stages[s].peak_bytes)
     return (
@@ -228,6 +239,7 @@ def _row(plan: Plan, job: Job, task: Task) -> tuple[str, ...]:
         plan.order,
         f"{plan.step_s:.3f}",
         f"{100 * job.at_step_s(plan.step_s).mfu:.2f}",
+        "{:.1f} to {:.1f}".format(*_mfu_between(plan, job, shares)),
         f"{1e3 * plan.cycle_s:.2f}",
         f"stage {plan.busiest}, {1e3 * stage.work_s:.2f} ms",
         f"stage {most}, {short_bytes(plan.stages[most].peak_bytes)}",
@@ -269,6 +281,7 @@ def _json(
             "layers_per_stage": plan.layers_per_stage,
             "overrides": overrides(plan, config),
             "mfu": 100 * job.at_step_s(plan.step_s).mfu,
+            "mfu_between": _mfu_between(plan, job, shares),
         }
 
     return json_module.dumps(
@@ -276,6 +289,7 @@ def _json(
             "gpus": job.num_gpus,
             "global_batch_tokens": job.global_batch_tokens,
             "rests_on": _rests_on(source, shares),
+            "intervals": spread_words(SPREAD),
             "shares": {str(origin): share for origin, share in shares.items()},
             "plans": [of(plan) for plan in found.plans],
             "uniform": of(found.uniform),

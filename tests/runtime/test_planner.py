@@ -142,6 +142,10 @@ def test_for_v41_flash_the_search_beats_uniform_stages_and_says_by_how_much(caps
     assert all(stage["peak_bytes"] <= 139e9 * (1 + 1e-9) for stage in best["stages"])
     assert found["bounds"]["step_s"] <= best["step_s"]
     assert "0 % measured" in found["rests_on"]
+    low, high = best["mfu_between"]
+    off = sum(found["shares"][o] * s for o, s in (("modelled", 0.15), ("assumed", 0.4)))
+    assert (low, high) == pytest.approx((best["mfu"] / (1 + off), best["mfu"] / (1 - off)))
+    assert "times may be off, measured by 2 %" in found["intervals"]
     assert sum(found["shares"].values()) == pytest.approx(1)
 
 
