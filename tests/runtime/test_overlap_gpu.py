@@ -202,6 +202,13 @@ def assert_overlap_changes_no_bit(told, num_ranks, *overrides, shares=()):
 
 
 @on_one_gpu
+@pytest.mark.parametrize("pairs", [(), (OVERLAP,)], ids=["in turn", "at once"])
+def test_backwards_from_the_ranks_own_thread_keep_every_bit(pairs, told):
+    usual = told(1, "pp.size=1", *pairs)
+    assert told(1, "pp.size=1", *pairs, "run.backward_thread=rank") == usual
+
+
+@on_one_gpu
 @pytest.mark.parametrize("case", ALONE)
 def test_one_rank_whose_pairs_overlap_keeps_every_bit(case, told):
     shares = (SHARES,) if case == "FP8 experts" else ()
