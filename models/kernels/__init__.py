@@ -20,7 +20,8 @@ fused MoE           mega_moe (meetings, flags, rows from and to other ranks' mem
                     mega_moe_gemm_hopper (in Gluon, FP8, those of grouped_gemm too),
                     mega_moe_swiglu (bf16); used by models/mega_moe_passes.py
 around experts      shared_swiglu (in the compute dtype; reference: models/experts.py), wide_linear
-                    for routers; models/moe_kernels.py chooses
+                    for routers, routing (what follows their product; reference: models/router.py);
+                    models/moe_kernels.py chooses
 FP8 linears         the same kernels with one group, and fp8_linear_cast (a rotated projection's
                     gradient); fp8_linear_backends says who multiplies; used by
                     models/fp8_linear.py
@@ -31,6 +32,7 @@ single_stream       one residual stream around a sublayer in mHC's place; refere
                     models/single_stream.py
 mhc                 what stands around a sublayer on the residual streams, two passes each way
                     (kernels in mhc_kernels); reference: models/mhc.py, chosen by models/residual.py
+split               fp32 as a sum of lower numbers, for wide_linear and mhc
 
 Every operation is a registered `torch.library` op named `ppruntime::...`, so that activation
 checkpointing can save it by name and a compiled graph holds it as one node. Nothing here is

@@ -42,6 +42,7 @@ from torch import Tensor
 
 from ppruntime.models.kernels import mhc_kernels as kernels
 from ppruntime.models.kernels.rounding import INTERPRETED
+from ppruntime.models.kernels.split import split_parts
 from ppruntime.models.kernels.token_shares import SHARES, tokens_per_program
 from ppruntime.models.linear import WeightGradQueue, now_or_later
 from ppruntime.models.mhc import Coefficients, HyperConnection
@@ -433,12 +434,7 @@ def _write_gradients(
 
 def _parts(weight: Tensor, streams: Tensor) -> Tensor:
     """[3 C, S D]: the weight's large, middle and small parts, in the streams' dtype."""
-    parts = streams.new_empty(3 * weight.shape[0], weight.shape[1])
-    block = min(_ROW_BLOCK, _power_of_two(weight.numel()))
-    kernels.split_kernel[(-(-weight.numel() // block),)](
-        weight.contiguous(), parts, weight.numel(), block, num_warps=4
-    )
-    return parts
+    return split_parts(weight, 3, streams.dtype).flatten(0, 1)
 
 
 def _steps(of: tuple[int, int, int, int]) -> tuple[int, int, int, int]:

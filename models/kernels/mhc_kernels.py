@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ppruntime.models.kernels.rounding import INTERPRETED, to_bf16
+from ppruntime.models.kernels.split import store_split
 
 SIZES = ("num_tokens", "tokens")
 """Arguments for whose values nothing is compiled anew."""
@@ -32,15 +33,6 @@ def _cast(x, like_ptr):
 def _operand(x):
     """What a product takes. The interpreter takes bf16 products for integers': wide there."""
     return x.to(tl.float32) if INTERPRETED else x
-
-
-@triton.jit
-def _store_split(ptr, x, distance, mask, COUNT: tl.constexpr):
-    """x as the sum of COUNT numbers of the pointer's type, `distance` apart, largest first."""
-    for n in tl.static_range(COUNT):
-        part = _cast(x, ptr)
-        tl.store(ptr + n * distance, part, mask=mask)
-        x -= part.to(tl.float32)
 
 
 @triton.jit
@@ -90,14 +82,6 @@ def _coefficients(
         matrix = matrix / (tl.sum(matrix, 2, keep_dims=True) + mhc_eps)
         matrix = matrix / (tl.sum(matrix, 1, keep_dims=True) + mhc_eps)
     tl.store(comb_ptr + token * (S * S) + place, matrix, mask=inside)
-
-
-@triton.jit
-def split_kernel(weight_ptr, parts_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A weight as three numbers of the streams' type, of which it is the sum: [3, SIZE]."""
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = places < SIZE
-    _store_split(parts_ptr + places, tl.load(weight_ptr + places, mask=mask), SIZE, mask, 3)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -404,7 +388,7 @@ def coefficients_backward_kernel(
         draw = draw * sigmoid * (1.0 - sigmoid)
     tl.store(draw_ptr + token * C + place, draw, mask=inside)
     operands = operand_ptr + token * (2 * C) + place
-    _store_split(operands, draw * scale * inverse, C, inside, 2)
+    store_split(operands, draw * scale * inverse, C, inside, 2)
     dinverse = tl.sum(draw * scale * normed, 1)
 
     scale = tl.load(scale_ptr + 1)
@@ -416,7 +400,7 @@ def coefficients_backward_kernel(
     draw = draw * 2.0 * sigmoid * (1.0 - sigmoid)
     tl.store(draw_ptr + token * C + S + place, draw, mask=inside)
     operands = operand_ptr + token * (2 * C) + S + place
-    _store_split(operands, draw * scale * inverse, C, inside, 2)
+    store_split(operands, draw * scale * inverse, C, inside, 2)
     dinverse += tl.sum(draw * scale * normed, 1)
 
     token, inside = tokens[:, None, None], (tokens < num_tokens)[:, None, None]
@@ -456,7 +440,7 @@ def coefficients_backward_kernel(
     draw = shares * (grad - tl.sum(grad * shares, 2, keep_dims=True))
     tl.store(draw_ptr + token * C + 2 * S + place, draw, mask=inside)
     operands = operand_ptr + token * (2 * C) + 2 * S + place
-    _store_split(operands, draw * scale * inverse, C, inside, 2)
+    store_split(operands, draw * scale * inverse, C, inside, 2)
     dinverse += tl.sum(tl.sum(draw * scale * normed, 2), 1)
 
     # normed = projected r: the sum above is r times the gradient of r = (mean + eps)^-1/2.

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ppruntime.models.attention_kernels import REFERENCE
+from ppruntime.models.kernels import is_interpreted
 from ppruntime.models.linear import Linear, WeightGradQueue, now_or_later
 from ppruntime.models.precision import fp32_product
 
@@ -56,10 +57,10 @@ class _WideProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, *weights = ctx.saved_tensors
-        large, middle, small = _parts(grad_NO.float(), 3)
+        large, middle, small = _parts(grad_NO.float(), 3, as_op=True)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            first, second = _parts(torch.cat(weights), 2)
+            first, second = _parts(_joined(weights), 2, as_op=True)
             left = torch.cat((large, large, middle), 1)
             grad_x = fp32_product(left, torch.cat((first, second, first))).to(x_NI.dtype)
         grads: list[Tensor | None] = []
@@ -80,7 +81,7 @@ class _WideProducts(torch.autograd.Function):
 @torch.library.custom_op("ppruntime::wide_linear", mutates_args=())
 def _products(x_NI: Tensor, weights: list[Tensor]) -> Tensor:
     """[N, all O] fp32. No gradient of its own."""
-    parts = torch.cat(_parts(torch.cat(weights), 3))
+    parts = _parts(_joined(weights), 3).flatten(0, 1)
     return _sum(fp32_product(x_NI, parts.t()).chunk(3, 1))
 
 
@@ -89,13 +90,23 @@ def _(x_NI: Tensor, weights: list[Tensor]) -> Tensor:
     return x_NI.new_empty(len(x_NI), sum(map(len, weights)), dtype=torch.float32)
 
 
-def _parts(x: Tensor, count: int) -> list[Tensor]:
-    """bf16 numbers of which x, fp32, is the sum, but for what is below the last; largest first."""
+def _joined(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat([*weights])
+
+
+def _parts(x: Tensor, count: int, *, as_op: bool = False) -> Tensor:
+    """[count, ...]: bf16 numbers of which x, fp32, is the sum, but for what is below the last;
+    largest first. `as_op`: where a compiler may look on."""
+    if x.is_cuda or is_interpreted():
+        from ppruntime.models.kernels.split import split, split_parts
+
+        found: Tensor = (split if as_op else split_parts)(x, count, torch.bfloat16)
+        return found
     parts: list[Tensor] = []
     for _ in range(count):
         parts.append(x.bfloat16())
         x = x - parts[-1]
-    return parts
+    return torch.stack(parts)
 
 
 def _sum(three: Sequence[Tensor]) -> Tensor:

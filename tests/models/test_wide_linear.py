@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ppruntime.models.attention_kernels import REFERENCE
+from ppruntime.models.kernels.split import split
 from ppruntime.models.kernels.wide_linear import _products, wide_products
 from ppruntime.models.linear import Linear, WeightGradQueue, set_queue
 
@@ -123,3 +124,23 @@ def test_at_full_width_on_a_gpu(tokens):
     assert max(errors[:2] + errors[3:]) < 2e-5, (errors, allowed)
     assert errors[2] < 1.02 * allowed[2]
     assert all(map(torch.equal, found, results(wide_products, linears, x, grads)))
+
+
+EXTREMES = [0.0, -0.0, 1e-30, -3e-30, 1.5, 3.38e38, -1e30, float("nan")]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(0, 4), (1,), (3, 700), (2, 1024)], ids=str)
+def test_parts_are_those_of_roundings_one_after_another(shape, count):
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
+    x.flatten()[: len(EXTREMES)] = torch.tensor(EXTREMES[: x.numel()])
+    x = x.to(DEVICE)
+    found = split(x, count, torch.bfloat16)
+    assert found.shape == (count, *shape)
+    left = x.clone()
+    for part in found:
+        assert torch.equal(part.isnan(), left.bfloat16().isnan())
+        assert torch.equal(part.nan_to_num(7), left.bfloat16().nan_to_num(7))
+        left = left - part
+    torch.library.opcheck(split, (x.nan_to_num(), count, torch.bfloat16))
