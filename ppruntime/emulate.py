@@ -128,7 +128,7 @@ def emulate(
     if on_cuda:
         gc.collect()  # an emulation before this one may lie in cycles, and would count in the peak
     stage = _build(config, plan[rank], ranks)
-    refuse_zero_weights(stage, f"stage {rank}")
+    refuse_zero_weights(stage, f"stage {rank}", ranks)
     if on_cuda:
         received = boundaries[rank - 1] if rank else None
         batch, seq_len = train.micro_batch_size, train.seq_len

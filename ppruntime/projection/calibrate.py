@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ppruntime.build import build_stage
 from ppruntime.config import Config
@@ -22,6 +23,7 @@ from ppruntime.gemm_budget import with_gemm_budget
 from ppruntime.gpu_clock import Clock
 from ppruntime.linear_options import choose_linears
 from ppruntime.memory import activation_bytes
+from ppruntime.messages import any_rank, first_complaint
 from ppruntime.models.carry import CROSSING, DIFFERENTIABLE, MicroBatch
 from ppruntime.models.dims import UnitSpec, unit_specs
 from ppruntime.plan import StagePlan, cut
@@ -294,17 +296,23 @@ def _stage(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
         linears=choose_linears(config),
         draw_on_device=True,  # times do not depend on their bits
     )
-    refuse_zero_weights(stage, plan.units[0].name)
+    refuse_zero_weights(stage, plan.units[0].name, ranks)
     return stage
 
 
-def refuse_zero_weights(stage: Stage, name: str) -> None:
-    """Raises ProjectionError where all matrices are zeros; gains of 1 make no numbers."""
+def refuse_zero_weights(stage: Stage, name: str, ranks: Ranks) -> None:
+    """Raises ProjectionError, on all ranks alike, where some stage's matrices are zeros on all its
+    data ranks; gains of 1 make no numbers. A collective of all ranks."""
     matrices = [p.detach() for p in stage.units.parameters() if p.dim() > 1]
-    if matrices and not any(bool(matrix.any()) for matrix in matrices):
-        raise ProjectionError(
+    shards = [m.to_local() if isinstance(m, DTensor) else m for m in matrices]
+    has_numbers = not shards or any(bool(shard.any()) for shard in shards)
+    complaint = None
+    if not any_rank(has_numbers, ranks.data_group):
+        complaint = (
             f"all weights of {name} are zeros, on which kernels run too fast; initialise them"
         )
+    if (heard := first_complaint(complaint, ranks.world_group)) is not None:
+        raise ProjectionError(heard)
 
 
 def _begin(stage: Stage, device: torch.device) -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 from time import perf_counter
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -27,20 +26,17 @@ from ppruntime.experts.options import ExpertChoice
 from ppruntime.launch.cli import main
 from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.plan import cut
-from ppruntime.projection.calibrate import Depths, refuse_zero_weights
+from ppruntime.projection.calibrate import Depths
 from ppruntime.projection.calibration import (
     Calibration,
     PerStep,
     StageTimes,
-    UnitTimes,
     read_calibration,
 )
 from ppruntime.projection.calibration_file import (
     calibration_of,
     merged,
     refuse_profilers,
-    slowdown_row,
-    with_slowdown,
     write_calibration,
 )
 from ppruntime.projection.pipeline import stage_costs
@@ -550,60 +546,3 @@ def test_calibrations_and_emulations_move_messages_as_the_run_says(monkeypatch):
     finally:
         leave()
     assert (given["nccl_library"], given["timeout_seconds"]) == ("/opt/libnccl.so.2", 7)
-
-
-def unit_times(unit, seconds, **changes):
-    given = {
-        "unit": unit,
-        "ac_mode": "none",
-        "forward_s": seconds,
-        "input_grad_s": seconds,
-        "weight_grad_s": seconds,
-        "origin": "measured",
-        "source": "a clock",
-        "samples": 100,
-    }
-    return UnitTimes(**(given | changes))
-
-
-def calibrated(transport, units):
-    config = load([TINY], list(SMALL))
-    return calibration_of(config, few_samples=False, transport=transport, units=units)
-
-
-def test_what_a_transport_does_to_compute_is_the_difference_of_two_files():
-    idle = calibrated("idle", [unit_times("embed", 1.0), unit_times("head", 3.0)])
-    beside = calibrated("put", [unit_times("head", 3.3), unit_times("moe.routed", 9.0)])
-    row = slowdown_row(idle, beside)
-    assert (row.transport, row.origin, row.samples) == ("put", "measured", 100)
-    assert row.both_ways == row.one_way == pytest.approx(0.1)
-    again = slowdown_row(idle, calibrated("put", [unit_times("head", 2.9)]))
-    assert again.both_ways == 0, "compute gets no faster beside a transfer"
-    other = msgspec.structs.replace(row, transport="nccl")
-    known = with_slowdown(with_slowdown(with_slowdown(idle, row), other), again)
-    assert known.slowdowns == (other, again)
-
-
-@pytest.mark.parametrize(
-    ("idle", "beside", "complaint"),
-    [
-        ({"device": "H200"}, {}, "is of device H200, the one beside them of"),
-        ({}, {"seq_len": 9}, "is of seq_len 8, the one beside them of 9"),
-        ({"transport": "nccl"}, {}, "timed with nccl and with put in flight"),
-        ({}, {"units": ()}, "no unit and ac.mode in common"),
-    ],
-)
-def test_files_that_do_not_go_together_say_so(idle, beside, complaint):
-    one = msgspec.structs.replace(calibrated("idle", [unit_times("head", 1.0)]), **idle)
-    other = msgspec.structs.replace(calibrated("put", [unit_times("head", 1.0)]), **beside)
-    with pytest.raises(ProjectionError, match=complaint):
-        slowdown_row(one, other)
-
-
-def test_zero_weights_are_refused_whatever_the_gains_are():
-    """By calibrations and emulations alike: kernels run too fast on zeros."""
-    stage = SimpleNamespace(units=torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3)))
-    refuse_zero_weights(stage, "layer 0")
-    torch.nn.init.zeros_(stage.units[0].weight)
-    with pytest.raises(ProjectionError, match="all weights of layer 0 are zeros"):
-        refuse_zero_weights(stage, "layer 0")

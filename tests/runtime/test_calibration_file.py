@@ -1,0 +1,108 @@
+"""Calibration files: what two runs' times give together, and weights on which none is timed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ppruntime.config import load
+from ppruntime.projection.calibrate import refuse_zero_weights
+from ppruntime.projection.calibration import UnitTimes
+from ppruntime.projection.calibration_file import calibration_of, slowdown_row, with_slowdown
+from ppruntime.projection.projector import ProjectionError
+from ppruntime.ranks import Layout, join, leave
+
+TINY = Path(__file__).parents[2] / "launch" / "configs" / "tiny.toml"
+
+
+def unit_times(unit, seconds, **changes):
+    given = {
+        "unit": unit,
+        "ac_mode": "none",
+        "forward_s": seconds,
+        "input_grad_s": seconds,
+        "weight_grad_s": seconds,
+        "origin": "measured",
+        "source": "a clock",
+        "samples": 100,
+    }
+    return UnitTimes(**(given | changes))
+
+
+def calibrated(transport, units):
+    config = load([TINY], ["train.seq_len=8"])
+    return calibration_of(config, few_samples=False, transport=transport, units=units)
+
+
+def test_what_a_transport_does_to_compute_is_the_difference_of_two_files():
+    idle = calibrated("idle", [unit_times("embed", 1.0), unit_times("head", 3.0)])
+    beside = calibrated("put", [unit_times("head", 3.3), unit_times("moe.routed", 9.0)])
+    row = slowdown_row(idle, beside)
+    assert (row.transport, row.origin, row.samples) == ("put", "measured", 100)
+    assert row.both_ways == row.one_way == pytest.approx(0.1)
+    again = slowdown_row(idle, calibrated("put", [unit_times("head", 2.9)]))
+    assert again.both_ways == 0, "compute gets no faster beside a transfer"
+    other = msgspec.structs.replace(row, transport="nccl")
+    known = with_slowdown(with_slowdown(with_slowdown(idle, row), other), again)
+    assert known.slowdowns == (other, again)
+
+
+@pytest.mark.parametrize(
+    ("idle", "beside", "complaint"),
+    [
+        ({"device": "H200"}, {}, "is of device H200, the one beside them of"),
+        ({}, {"seq_len": 9}, "is of seq_len 8, the one beside them of 9"),
+        ({"transport": "nccl"}, {}, "timed with nccl and with put in flight"),
+        ({}, {"units": ()}, "no unit and ac.mode in common"),
+    ],
+)
+def test_files_that_do_not_go_together_say_so(idle, beside, complaint):
+    one = msgspec.structs.replace(calibrated("idle", [unit_times("head", 1.0)]), **idle)
+    other = msgspec.structs.replace(calibrated("put", [unit_times("head", 1.0)]), **beside)
+    with pytest.raises(ProjectionError, match=complaint):
+        slowdown_row(one, other)
+
+
+class Units(torch.nn.Module):
+    """A matrix of two rows, the second of which lies on the second data rank, and a gain of 1."""
+
+    def __init__(self, rows, mesh):
+        super().__init__()
+        matrix = torch.tensor(rows)[:, None].expand(2, 3).contiguous()
+        self.weight = torch.nn.Parameter(distribute_tensor(matrix, mesh, [Shard(0)]))
+        self.gain = torch.nn.Parameter(torch.ones(3))
+
+
+def _refusals(rank, pp, dp, rows_of_stages):
+    ranks = join(Layout(pp, dp, 1), use_cuda=False, timeout_seconds=60)
+    stage = SimpleNamespace(units=Units(rows_of_stages[ranks.pp_rank], ranks.data_mesh))
+    try:
+        refuse_zero_weights(stage, f"stage {ranks.pp_rank}", ranks)
+    except ProjectionError as error:
+        return str(error)
+    finally:
+        leave()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "refused"),
+    [
+        ((1, 1), [[0.0, 1.0]], None),
+        ((1, 1), [[0.0, 0.0]], "stage 0"),
+        ((1, 2), [[0.0, 1.0]], None),
+        ((1, 2), [[0.0, 0.0]], "stage 0"),
+        ((2, 1), [[1.0, 1.0], [0.0, 0.0]], "stage 1"),
+    ],
+)
+def test_zero_weights_are_refused_on_all_ranks_alike_and_zero_shards_are_not(
+    sizes, rows, refused, run_ranks
+):
+    pp, dp = sizes
+    told = run_ranks(pp * dp, _refusals, pp, dp, rows)
+    assert len(set(told)) == 1
+    assert told[0] is None if refused is None else f"weights of {refused} are zeros" in told[0]
