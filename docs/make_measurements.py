@@ -27,9 +27,9 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
   M = 8 with ordered sums (pipeline-bits.json: one set of bits over three transports, the same on
   one GPU alone, pipeline-bits-1.json). Other pipeline records are older and their steps longer.
   There, gradients' digests differ by the order in which attention adds up its keys' gradients.
-- All pipelines here were run before a step's Engram rows were hashed and sorted together; one by
-  one that was some 2 ms a micro-batch at the start of a step, most of what steps took beyond their
-  timelines.
+- All pipelines here were run before a step's Engram rows were hashed and sorted together. One by
+  one that was some 2 ms a micro-batch at the start of a step, read from the records' idle time
+  there and not measured apart.
 - Of the pipeline bench: Async1F1B over nccl and without transfers at today's speed, torch's
   DualPipeV (pipeline-torch-before.json, with slower layers, has it at 1.09 x ours; it has two sets
   of losses at M = 16, by a race in mHC that is mended).
@@ -58,10 +58,10 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
 - Calibrations: five kinds of units were timed before time was up, with the device waiting for the
   host at every op (an SWA half's forward 6.8 ms, 3.7 by the device's clock). They are timed by the
   device's clock now, not run again.
-- The host takes about as long to start an FP8 MoE half as the GPU to run it (16 ms, of which a
-  third is autograd's thread: 6.7 ms a backward, 3.9 in the caller's thread under a profiler; a run
-  without a record). `torch.autograd.set_multithreading_enabled(False)` around a stage's backward
-  was not tried in a pipeline.
+- The host takes about as long to start an FP8 MoE half as the GPU to run it (16 ms by
+  layers-moe.json). In a run without a record, at 2,048 tokens and beside other work, a backward
+  took the host 6.7 ms by autograd's thread, and 3.9 in the caller's under a profiler.
+  `run.backward_thread=rank` was not tried in a pipeline.
 - The head's products run at what power leaves: 810 TFLOP/s for one alone, 715 without a pause, in a
   run without a record. Its times hold for a GPU that was idle before.
 - compute-sanitizer's racecheck of mHC reports one place, `coefficients_backward_kernel`: threads

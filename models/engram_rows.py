@@ -81,7 +81,7 @@ def _take_up_error() -> None:
 
 TOGETHER = 32
 """Micro-batches whose rows are hashed and sorted at once. One by one they took a step of 16 with
-two Engrams some 30 ms, in which no stage had anything to do."""
+two Engrams some 30 ms by a record's idle time, in which no stage had anything to do."""
 
 T = TypeVar("T")
 
