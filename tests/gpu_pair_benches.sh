@@ -16,6 +16,7 @@ cli=(python3 -m ppruntime.launch.cli)
 ranks=(torchrun --standalone --nproc-per-node 2 -m ppruntime.launch.cli)
 model=(launch/configs/v41-proxy-8.toml launch/configs/on_top/fast.toml moe.compute.backend=triton)
 bf16=("${model[@]}" kernels.linear=reference ac.mode=none)
+ordered=("${bf16[@]}" kernels.attention=triton kernels.attention_deterministic=true)
 put=(pp.transport=put pp.nccl_library="$library")
 
 run() { # NAME SECONDS COMMAND...
@@ -47,12 +48,12 @@ run memory-weight-grads 110 "${cli[@]}" bench memory --layouts pp2 --tokens 8192
     --only "weight gradients apart, of two" launch/configs/v41-proxy-8.toml kernels.linear=auto
 pipeline pipeline-pairs 150 --steps 2 --orders dualpipe_v --more-micro-batches= --no-torch \
     --transports copy_engine,copy_engine+pairs,copy_engine+pairs:66:66,copy_engine+pairs:88:44 \
-    "${bf16[@]}" kernels.attention=triton kernels.attention_deterministic=true
+    "${ordered[@]}"
 pipeline pipeline-pairs-mega 120 --steps 2 --orders dualpipe_v --more-micro-batches= --no-torch \
     --transports local,local+pairs:66:66,local+pairs:88:44 \
-    "${bf16[@]}" pp.size=1 parallel.ep=2 moe.dispatch.type=mega_moe
+    "${ordered[@]}" pp.size=1 parallel.ep=2 moe.dispatch.type=mega_moe
 pipeline pipeline-pairs-deep-ep 120 --steps 2 --orders dualpipe_v --more-micro-batches= --no-torch \
-    --transports local,local+pairs,local+pairs:88:44 "${bf16[@]}" pp.size=1 parallel.ep=2 \
+    --transports local,local+pairs,local+pairs:88:44 "${ordered[@]}" pp.size=1 parallel.ep=2 \
     moe.dispatch.type=deep_ep moe.dispatch.fp8=true moe.compute.backend=deep_gemm
 pipeline pipeline 460 --steps 2 --transports copy_engine,put,nccl/4 "${bf16[@]}" pp.gemm_sms=120
 pipeline pipeline-torch 200 --steps 1 --orders 1f1b,dualpipe_v --more-micro-batches= \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -70,6 +71,22 @@ def steps_on_gpus(
     told = run_in_pool(pool, function, str(run_dir), options, timeout_seconds=GPU_SECONDS)
     assert [code for code, _, _ in told] == [0] * pool, told
     return read_metrics(run_dir / "metrics.jsonl")
+
+
+def checkpoint_digest(run_dir: Path) -> str:
+    """Of every tensor that a run's checkpoints hold, by name, bit for bit. Not of the files: what
+    stands around the tensors there comes in an order of its own at every write."""
+    import torch
+    from safetensors.torch import load_file
+
+    digest = hashlib.sha256()
+    shards = sorted(run_dir.glob("ckpt/**/*.safetensors"))
+    assert shards, f"no checkpoint below {run_dir}"
+    for shard in shards:
+        for name, tensor in sorted(load_file(shard).items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from small_runs import checkpoint_digest
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -64,6 +65,18 @@ def _assert_equal(tensors, step=1):
 
 def _share(rank, num_ranks):
     return tuple(SHAPES)[rank::num_ranks]
+
+
+def test_the_digest_of_a_run_is_of_its_numbers_and_of_nothing_else(tmp_path):
+    def digest(name, tensors):
+        save(tmp_path / name / "ckpt", tensors, _state(1), group=None)
+        return checkpoint_digest(tmp_path / name)
+
+    told = [digest(f"same {n}", _tensors()) for n in range(4)]
+    assert len(set(told)) == 1
+    changed = _tensors()
+    changed["layers.2.mlp.gate.bias"].view(torch.int16)[1] ^= 1
+    assert digest("changed", changed) != told[0]
 
 
 # --- any cut -------------------------------------------------------------------------------------
