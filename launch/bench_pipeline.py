@@ -19,7 +19,6 @@ import faulthandler
 import gc
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +49,7 @@ from ppruntime.lanes import Lanes, OneLane, open_lanes
 from ppruntime.launch.command_line import command_line
 from ppruntime.launch.pipeline_bars import bars, figures, line
 from ppruntime.launch.pipeline_variants import Variant, parsed_kind
-from ppruntime.launch.records import write_record
+from ppruntime.launch.records import run_python, write_record
 from ppruntime.launch.run_digests import gradient_digest, loss_digest
 from ppruntime.launch.run_files import add_run, files_and_overrides
 from ppruntime.launch.stand_ins import (
@@ -90,9 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = load(args.files, [*args.overrides, f"pp.schedule={args.orders.split(',')[0]}"])
     if "WORLD_SIZE" not in os.environ:
         given = sys.argv[1:] if arguments is None else list(arguments)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = ["-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(config.world_size), "-m", __spec__.name, *given]
-        return subprocess.call(command)
+        return run_python(command)
     faulthandler.dump_traceback_later(args.limit_seconds + _GRACE_SECONDS, exit=True)
     use_cuda = torch.cuda.is_available() and config.run.device != "cpu"
     layout = Layout(config.pp.size, config.parallel.dp, config.parallel.ep)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +16,7 @@ from ppruntime.projection.projector import ProjectionError
 
 if TYPE_CHECKING:
     from ppruntime.config import Config
-    from ppruntime.projection.calibration import HeldBytes, UnitTimes
+    from ppruntime.projection.calibration import Calibration, HeldBytes, Row, UnitTimes
     from ppruntime.ranks import Ranks
 
 _PLAIN = Parameter(negative="")
@@ -130,131 +132,102 @@ def calibrate(
     names = modes.split(",") if modes is not None else sorted({config.ac.mode, "none"})
     configs = {name: load(files, [*overrides, f"ac.mode={name}"]) for name in names}
     sizes = _whole_numbers("--transfer-bytes", transfer_bytes)
-    return _run(
-        config,
-        configs,
-        out,
-        samples,
-        depths,
-        sizes,
-        started,
-        per_step,
-        in_flight,
-        idle,
-        few_samples,
-    )
+    task = _Task(config, configs, ranks_started=started, samples=samples, few_samples=few_samples)
+    if depths is not None:
+        numbers = _two_depths(depths, task)
+        return _on_ranks(task, lambda ranks: _depths(task, ranks, numbers))
+    assert out is not None, "given without depths"
+    if per_step:
+        return _on_ranks(task, lambda ranks: _per_step(task, ranks, out), as_the_run=True)
+    if in_flight:
+        return _on_ranks(task, lambda ranks: _units_in_flight(task, ranks, out, idle))
+    if started > 1:
+        return _on_ranks(task, lambda ranks: _transfers(task, ranks, out, sizes))
+    return _on_ranks(task, lambda ranks: _units(task, ranks, out))
 
 
-def _run(
-    config: Config,
-    configs: dict[str, Config],
-    out: Path | None,
-    samples: int,
-    depths: str | None,
-    sizes: tuple[int, ...],
-    started: int,
-    per_step: bool,
-    in_flight: bool,
-    idle: Path | None,
-    few_samples: bool,
-) -> int:
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What is timed, and how often."""
+
+    config: Config
+    configs: Mapping[str, Config]
+    """The same with each AC mode, by its name."""
+    ranks_started: int
+    samples: int
+    few_samples: bool
+
+    def add(self, path: Path, *, transport: str = "idle", **rows: Sequence[Row]) -> Calibration:
+        """Adds the rows to the file, which it gives."""
+        from ppruntime.projection.calibration_file import calibration_of, merged, write_calibration
+
+        new = calibration_of(
+            self.config,
+            few_samples=self.few_samples,
+            transport=transport,
+            **rows,  # type: ignore[arg-type]
+        )
+        known = merged(path, new)
+        write_calibration(known, path)
+        return known
+
+
+def _on_ranks(task: _Task, act: Callable[[Ranks], None], *, as_the_run: bool = False) -> int:
+    """Joins the ranks, as those of the run where several started, and leaves them after `act`."""
     import torch
 
     from ppruntime.ranks import Layout, join, leave
 
+    config = task.config
     torch.set_num_threads(config.run.num_threads)
     layout = Layout(1, 1, 1)
-    if started > 1 or per_step:
+    if task.ranks_started > 1 or as_the_run:
         layout = Layout(config.pp.size, config.parallel.dp, config.parallel.ep)
     use_cuda = config.run.device == "cuda" or (
         config.run.device == "auto" and torch.cuda.is_available()
     )
     ranks = join(layout, use_cuda=use_cuda, timeout_seconds=config.fault.init_timeout_seconds)
     try:
-        if depths is not None:
-            _depths(config, ranks, depths, samples, few_samples=few_samples)
-        elif per_step:
-            assert out is not None, "given without depths"
-            _per_step(config, ranks, out, samples, few_samples=few_samples)
-        elif in_flight:
-            assert out is not None, "given without depths"
-            _units_in_flight(config, configs, ranks, out, samples, idle, few_samples=few_samples)
-        elif started > 1:
-            assert out is not None, "given without depths"
-            _transfers(config, ranks, out, samples, sizes, few_samples=few_samples)
-        else:
-            assert out is not None, "given without depths"
-            _units(config, configs, ranks, out, samples, few_samples=few_samples)
+        act(ranks)
     finally:
         leave()
     return 0
 
 
-def _units(
-    config: Config,
-    configs: dict[str, Config],
-    ranks: Ranks,
-    out: Path,
-    samples: int,
-    *,
-    few_samples: bool,
-) -> None:
+def _units(task: _Task, ranks: Ranks, out: Path) -> None:
+    """Each unit's row is written once it is there: what ends the command early loses one unit."""
     from ppruntime.projection.calibrate import optimizer_row, unit_rows
-    from ppruntime.projection.calibration_file import calibration_of, merged, write_calibration
 
-    _say(config, ranks, samples)
-    units, memory = [], []
-    for row, held in unit_rows(configs, ranks, samples):
-        units.append(row)
-        memory.append(held)
+    _say(task, ranks)
+    for row, held in unit_rows(task.configs, ranks, task.samples):
+        task.add(out, units=[row], memory=[held])
         _print_unit(row, held)
-    known = calibration_of(
-        config,
-        few_samples=few_samples,
-        transport="idle",
-        units=units,
-        memory=memory,
-        per_step=[optimizer_row(config, ranks, samples)],
-    )
-    write_calibration(merged(out, known), out)
+    task.add(out, per_step=[optimizer_row(task.config, ranks, task.samples)])
 
 
-def _units_in_flight(
-    config: Config,
-    configs: dict[str, Config],
-    ranks: Ranks,
-    out: Path,
-    samples: int,
-    idle: Path | None,
-    *,
-    few_samples: bool,
-) -> None:
+def _units_in_flight(task: _Task, ranks: Ranks, out: Path, idle: Path | None) -> None:
     """Both ranks time all units, so that both compute; rank 0's times count."""
     from ppruntime.projection.calibrate import unit_rows
     from ppruntime.projection.calibrate_traffic import Traffic, largest_boundary_bytes
     from ppruntime.projection.calibration import read_calibration
     from ppruntime.projection.calibration_file import (
-        calibration_of,
-        merged,
         slowdown_row,
         with_slowdown,
         write_calibration,
     )
 
-    num_bytes, kind = largest_boundary_bytes(config), config.pp.transport
+    num_bytes, kind = largest_boundary_bytes(task.config), task.config.pp.transport
     beside = f"messages of {num_bytes:,} bytes both ways on {kind}"
-    with Traffic(config, ranks, num_bytes) as traffic:
-        units = [row for row, _ in unit_rows(configs, ranks, samples, beside=beside)]
+    if ranks.rank == 0:
+        _say(task, ranks)
+    with Traffic(task.config, ranks, num_bytes) as traffic:
+        for row, _ in unit_rows(task.configs, ranks, task.samples, beside=beside):
+            if ranks.rank == 0:
+                known = task.add(out, transport=kind, units=[row])
+                _print_unit(row)
     if ranks.rank:
         return
-    _say(config, ranks, samples)
-    for row in units:
-        _print_unit(row)
     print(f"{traffic.num_messages:,} {beside} meanwhile")
-    known = merged(
-        out, calibration_of(config, few_samples=few_samples, transport=kind, units=units)
-    )
-    write_calibration(known, out)
     if idle is not None:
         alone = read_calibration(idle)
         slowdown = slowdown_row(alone, known)
@@ -271,57 +244,52 @@ def _print_unit(row: UnitTimes, held: HeldBytes | None = None) -> None:
     )
 
 
-def _transfers(
-    config: Config,
-    ranks: Ranks,
-    out: Path,
-    samples: int,
-    sizes: tuple[int, ...],
-    *,
-    few_samples: bool,
-) -> None:
+def _transfers(task: _Task, ranks: Ranks, out: Path, sizes: tuple[int, ...]) -> None:
     from ppruntime.projection.calibrate import transfer_rows
-    from ppruntime.projection.calibration_file import calibration_of, merged, write_calibration
 
-    rows = transfer_rows(config, ranks, sizes, samples)
+    rows = transfer_rows(task.config, ranks, sizes, task.samples)
     if ranks.rank:
         return
-    _say(config, ranks, samples)
+    _say(task, ranks)
     for row in rows:
         print(f"{row.link} {row.num_bytes:>12,} bytes {1e3 * row.seconds:9.3f} ms one way")
-    known = calibration_of(config, few_samples=few_samples, transport="idle", transfers=rows)
-    write_calibration(merged(out, known), out)
+    task.add(out, transfers=rows)
 
 
-def _per_step(config: Config, ranks: Ranks, out: Path, samples: int, *, few_samples: bool) -> None:
+def _per_step(task: _Task, ranks: Ranks, out: Path) -> None:
     from ppruntime.projection.calibrate_step import per_step_rows
-    from ppruntime.projection.calibration_file import calibration_of, merged, write_calibration
 
-    rows = per_step_rows(config, ranks, samples)
+    rows = per_step_rows(task.config, ranks, task.samples)
     if ranks.rank:
         return
-    _say(config, ranks, samples)
+    _say(task, ranks)
     for row in rows:
         print(f"{row.name:<10} {1e3 * row.seconds:9.3f} ms a step; {row.source}")
-    known = calibration_of(config, few_samples=few_samples, transport="idle", per_step=rows)
-    write_calibration(merged(out, known), out)
+    task.add(out, per_step=rows)
 
 
-def _depths(config: Config, ranks: Ranks, text: str, samples: int, *, few_samples: bool) -> None:
-    from ppruntime.models.dims import counts
-    from ppruntime.projection.calibrate import depths
+def _two_depths(text: str, task: _Task) -> tuple[int, int]:
     from ppruntime.projection.calibration import LEAST_SAMPLES
 
-    if samples < LEAST_SAMPLES and not few_samples:
+    if task.samples < LEAST_SAMPLES and not task.few_samples:
         raise ProjectionError(
-            f"--samples {samples} is too few for a median and a 95th percentile; take "
+            f"--samples {task.samples} is too few for a median and a 95th percentile; take "
             f"{LEAST_SAMPLES} or more, or say --few-samples"
         )
     numbers = _whole_numbers("--depths", text)
     if len(numbers) != 2:
         raise ProjectionError(f"--depths {text!r} is not two depths; write such as 4,8")
+    return numbers
+
+
+def _depths(task: _Task, ranks: Ranks, numbers: tuple[int, int]) -> None:
+    from ppruntime.models.dims import counts
+    from ppruntime.projection.calibrate import depths
+    from ppruntime.projection.calibration import LEAST_SAMPLES
+
+    config, samples = task.config, task.samples
     found = depths(config, ranks, *numbers, samples)
-    _say(config, ranks, samples)
+    _say(task, ranks)
     label = "measured" if samples >= LEAST_SAMPLES else f"assumed: {samples} samples only"
     for depth, seconds, p95 in zip(found.depths, found.step_s, found.step_p95_s, strict=True):
         print(
@@ -338,12 +306,13 @@ def _depths(config: Config, ranks: Ranks, text: str, samples: int, *, few_sample
     )
 
 
-def _say(config: Config, ranks: Ranks, samples: int) -> None:
-    train, layout = config.train, ranks.layout
+def _say(task: _Task, ranks: Ranks) -> None:
+    train, layout = task.config.train, ranks.layout
     print(
-        f"{config.model.name} on {ranks.device}: {train.micro_batch_size} x {train.seq_len:,} "
-        f"tokens, {train.precision}, pp {layout.pp} x dp {layout.dp} x ep {layout.ep}, {samples} "
-        "samples each"
+        f"{task.config.model.name} on {ranks.device}: {train.micro_batch_size} x {train.seq_len:,} "
+        f"tokens, {train.precision}, pp {layout.pp} x dp {layout.dp} x ep {layout.ep}, "
+        f"{task.samples} samples each",
+        flush=True,
     )
 
 

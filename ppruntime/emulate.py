@@ -40,7 +40,13 @@ from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut
 from ppruntime.profiling import align_clocks
 from ppruntime.projection.calibrate import on_device, refuse_zero_weights
-from ppruntime.projection.calibration import StagePeak, StageTimes, TransferTimes, median_and_p95
+from ppruntime.projection.calibration import (
+    LEAST_SAMPLES,
+    StagePeak,
+    StageTimes,
+    TransferTimes,
+    median_and_p95,
+)
 from ppruntime.projection.projector import ProjectionError
 from ppruntime.ranks import Ranks
 from ppruntime.schedules.absent import AbsentRanks
@@ -358,14 +364,17 @@ def _transfers(
     rows = []
     for num_bytes, seconds in sorted(by_bytes.items()):
         median, p95 = median_and_p95(seconds)
+        # How many are waited for shows in the run only: too few are no reason to refuse the rest.
+        enough = len(seconds) >= LEAST_SAMPLES
         rows.append(
             TransferTimes(
                 link=transport,
                 num_bytes=num_bytes,
                 seconds=median,
                 p95_s=p95,
-                origin="measured",
-                source=f"{source}, those that were waited for",
+                origin="measured" if enough else "assumed",
+                source=f"{source}, those that were waited for"
+                + ("" if enough else f"; {len(seconds)} samples only"),
                 samples=len(seconds),
             )
         )

@@ -161,6 +161,25 @@ def test_a_units_calibration_has_a_row_for_each_kind_and_mode_and_projects(tmp_p
     assert main(["project", *run, "--calibration", str(out), "--transfer-s", "0.001"]) == 0
 
 
+def test_a_calibration_that_ends_early_keeps_the_units_it_has_timed(tmp_path, monkeypatch):
+    from ppruntime.projection import calibrate as timing
+
+    def ends_at_the_third(*args, **kwargs):
+        rows = unit_rows(*args, **kwargs)
+        yield next(rows)
+        yield next(rows)
+        raise KeyboardInterrupt
+
+    unit_rows = timing.unit_rows
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(timing, "unit_rows", ends_at_the_third)
+    out = tmp_path / "units.json"
+    options = ["--out", str(out), "--samples", "1", "--few-samples", "--modes", "none"]
+    with pytest.raises(SystemExit, match="130"):
+        main(["calibrate", str(TINY), *SMALL, *options])
+    assert len(read_calibration(out).units) == 2
+
+
 def test_a_marginal_layer_makes_the_whole_model():
     """Embedding and head 3 s, a layer 2 s."""
     found = Depths(
@@ -283,6 +302,35 @@ def test_a_second_job_computes_the_bits_of_the_whole_pipeline_on_what_the_first_
 
 
 _CAME = ("drawn", "recorded", "recorded")
+
+
+@pytest.mark.slow
+def test_transfers_that_were_seldom_waited_for_cost_an_emulation_none_of_its_rows(tmp_path):
+    """A stage beside a slower one finds nearly all its messages there: too few samples of them."""
+    out = tmp_path / "calibration.json"
+    keys = ("pp.size=2", "pp.layers_per_stage=[0.5,0.5]", "train.num_micro_batches=104")
+    told = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "-m", "ppruntime.launch.cli", "emulate", str(TINY)),
+            *(*ONE_LAYER, *keys, "--stages", "0-1", "--steps", "1", "--costs", "0,0,0"),
+            *("--out", str(out)),
+        ],
+        check=False,
+        cwd=tmp_path,
+        timeout=LIMIT_SECONDS,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stderr
+    known = read_calibration(out)
+    assert [row.origin for row in known.stages] == ["measured", "measured"]
+    few = [row for row in known.transfers if row.samples < 100]
+    assert few, "every message was waited for"
+    for row in few:
+        assert row.origin == "assumed"
+        assert row.source.endswith(f"waited for; {row.samples} samples only")
 
 
 def test_recorded_boundaries_repeat_and_those_of_another_run_are_refused(tmp_path):
