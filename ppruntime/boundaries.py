@@ -6,7 +6,7 @@ that its stage really makes them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from ppruntime.models.carry import DIFFERENTIABLE, MicroBatch
 from ppruntime.models.dims import ModelDims, carry_shape
 from ppruntime.plan import StagePlan
+from ppruntime.schedules.ops import Kind
 from ppruntime.stage import Stage
 from ppruntime.transports.base import Boundary, TensorSpec
 
@@ -54,9 +55,17 @@ def probe(
 
 
 def warm_up(
-    stage: Stage, received: Boundary | None, *, batch: int, seq_len: int, device: torch.device
+    stage: Stage,
+    received: Boundary | None,
+    *,
+    backwards: Collection[Kind] = (Kind.B, Kind.I),
+    batch: int,
+    seq_len: int,
+    device: torch.device,
 ) -> None:
-    """One micro-batch forward and back on blank input, so that every kernel of a step is loaded.
+    """A micro-batch forward and back on blank input, once for each kind in `backwards`, so that
+    every kernel of a step is loaded. Never more in memory than in a step that goes back like that:
+    weight gradients that wait need what they are computed from.
 
     CUDA may wait for all that runs on the device when it loads a kernel. With a receive running
     that waits for a peer, and the peer in the same state, the first step would never end. Gradients
@@ -64,7 +73,9 @@ def warm_up(
     """
     tokens = _blank_tokens(batch, seq_len, device)
     one = torch.ones((), device=device)
-    for backward in (stage.backward, stage.backward_input):
+    for kind in (Kind.B, Kind.I):
+        if kind not in backwards:
+            continue
         stage.reset(loss_seed=one, balance_seed=one)
         outputs = stage.forward(0, _blank(received, device), tokens)
         grads = tuple(
@@ -72,8 +83,13 @@ def warm_up(
             for name, output in zip(stage.outputs, outputs, strict=True)
             if name in DIFFERENTIABLE
         )
-        backward(0, grads)
-    stage.weight_grads(0)
+        del outputs  # as a run has sent them by then
+        if kind is Kind.B:
+            stage.backward(0, grads)
+        else:
+            stage.backward_input(0, grads)
+            stage.weight_grads(0)
+        del grads
     stage.reset(loss_seed=one, balance_seed=one)
 
 

@@ -5,7 +5,7 @@ Everything that can be wrong with a run is found here, on every rank alike, befo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,9 +54,10 @@ from ppruntime.order import Order
 from ppruntime.plan import StagePlan
 from ppruntime.ranks import Ranks
 from ppruntime.recompute import kept_points
+from ppruntime.schedules.counts import backward_kinds
 from ppruntime.schedules.formats import digest
 from ppruntime.schedules.forward_only import forward_only
-from ppruntime.schedules.ops import Schedule
+from ppruntime.schedules.ops import Kind, Schedule
 from ppruntime.stage import Stage
 from ppruntime.transports.agree import Fact, agree
 from ppruntime.transports.base import Boundary, Transport
@@ -185,7 +186,10 @@ def build_pipeline(config: Config, ranks: Ranks, *, draw_on_device: bool = False
     if ranks.device.type == "cuda":
         for index, stage in stages.items():
             received = outline.received(index)
-            warm_up_stage(stage, received, ranks, lanes=lanes, budget=budget, **shape)
+            backwards = backward_kinds(order.computations, index)
+            warm_up_stage(
+                stage, received, ranks, backwards=backwards, lanes=lanes, budget=budget, **shape
+            )
     transport = connect(
         outline,
         ranks,
@@ -298,6 +302,7 @@ def warm_up_stage(
     *,
     batch: int,
     seq_len: int,
+    backwards: Collection[Kind] = (Kind.B, Kind.I),
     lanes: Lanes | None = None,
     budget: GemmBudget | None = None,
 ) -> None:
@@ -312,7 +317,14 @@ def warm_up_stage(
             lanes.enter(stage.index, ())
             if budget is not None:
                 budget.use(half)
-            warm_up(stage, received, batch=batch, seq_len=seq_len, device=ranks.device)
+            warm_up(
+                stage,
+                received,
+                backwards=backwards,
+                batch=batch,
+                seq_len=seq_len,
+                device=ranks.device,
+            )
             stage.flush_weight_grads()
             reduce_grads(units, ranks.data_group)
             stage.units.zero_grad(set_to_none=True)

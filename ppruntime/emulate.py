@@ -51,7 +51,7 @@ from ppruntime.projection.projector import ProjectionError
 from ppruntime.ranks import Ranks
 from ppruntime.schedules.absent import AbsentRanks
 from ppruntime.schedules.costs import Costs, Hops
-from ppruntime.schedules.counts import peak_in_flight
+from ppruntime.schedules.counts import backward_kinds, peak_in_flight
 from ppruntime.schedules.ops import parse_op
 from ppruntime.stage import Stage
 from ppruntime.transports.base import Boundary, Transport
@@ -137,8 +137,9 @@ def emulate(
     refuse_zero_weights(stage, f"stage {rank}", ranks)
     if on_cuda:
         received = boundaries[rank - 1] if rank else None
+        backwards = backward_kinds(order.computations, rank)
         batch, seq_len = train.micro_batch_size, train.seq_len
-        warm_up_stage(stage, received, ranks, batch=batch, seq_len=seq_len)
+        warm_up_stage(stage, received, ranks, backwards=backwards, batch=batch, seq_len=seq_len)
     channels = make_channels(boundaries, order.computations.stage_to_rank, order.slots)
     inner_channels, edges = split_channels(channels, present, rank)
     inner: Transport | None = None

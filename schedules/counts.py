@@ -85,6 +85,15 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(peaks)
 
 
+def backward_kinds(schedule: Schedule, stage: int) -> frozenset[Kind]:
+    """How the stage goes backward: B, I, or both."""
+    return frozenset(
+        op.kind
+        for op in schedule.ops(schedule.stage_to_rank[stage])
+        if op.stage == stage and op.kind in (Kind.B, Kind.I)
+    )
+
+
 def slots_held(schedule: Schedule) -> dict[Edge, int]:
     """Receive buffers per channel with which no receive is ever late: the most messages that are
     there and not yet freed (the last reader is B, or W where the backward is split), and one to

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live_memory import Recorder
 from torch import Tensor
 from toy_units import live_after, micro_batches, toy_units
 
+from ppruntime.boundaries import warm_up
 from ppruntime.models.carry import Carry
 from ppruntime.models.linear import Linear, WeightGradQueue
+from ppruntime.schedules import make
+from ppruntime.schedules.counts import backward_kinds
+from ppruntime.schedules.ops import Kind
 from ppruntime.stage import Stage
 
 SEED = torch.tensor(1 / 37)
@@ -220,3 +226,49 @@ def test_a_backward_runs_in_the_ranks_thread_if_that_is_wanted_and_only_there():
             backward(m, (torch.ones(2, 5, 1, 4),))
         assert unit.seen == [not here] * 2
         assert torch._C._is_multithreading_enabled()
+
+
+def peak_of(act):
+    with Recorder(samples_every_op=True) as recorder:
+        act()
+    return recorder.peak_bytes
+
+
+def test_a_warm_up_goes_back_as_the_order_does_and_takes_no_more_memory_than_a_step():
+    """Weight gradients that wait need more: a run whose order has none must not fail on them."""
+
+    def first_stage():
+        stage = build_stages(num_halves=6, cuts=[5], seed=0)[0]
+        calls = []
+        for name in ("backward", "backward_input", "weight_grads"):
+            act = getattr(stage, name)
+            setattr(stage, name, lambda *g, n=name, act=act: (calls.append(n), act(*g))[1])
+        return stage, calls
+
+    def step(stage, split):
+        (batch,) = micro_batches(1, 2, 5, seed=0)
+        stage.reset(loss_seed=SEED, balance_seed=BALANCE_SEED)
+        outputs = stage.forward(0, (), batch)
+        grads = [torch.zeros_like(t) for t in outputs if t.dtype is torch.float32]
+        del outputs
+        if split:
+            stage.backward_input(0, grads)
+            stage.weight_grads(0)
+        else:
+            stage.backward(0, grads)
+
+    peaks = {}
+    for name, kind, told in (
+        ("1f1b", Kind.B, ["backward"]),
+        ("1f1b_w", Kind.I, ["backward_input", "backward", "weight_grads"]),
+    ):
+        backwards = backward_kinds(make(name, 2, 6), 0)
+        assert backwards == {kind}
+        stage, calls = first_stage()
+        warm = partial(warm_up, stage, None, backwards=backwards, batch=2, seq_len=5)
+        peaks[kind] = peak_of(partial(warm, device=torch.device("cpu")))
+        assert calls == told
+        taken = peak_of(partial(step, first_stage()[0], kind is Kind.I))
+        assert peaks[kind] == pytest.approx(taken, rel=0.05)
+    assert peaks[Kind.B] < peaks[Kind.I]
+    assert backward_kinds(make("dualpipe_v", 2, 8), 1) == {Kind.B, Kind.I}
