@@ -550,6 +550,55 @@ def _knob(row: dict[str, Any], off: dict[str, Any]) -> list[str]:
     ]
 
 
+def calibration(record: dict[str, Any]) -> str:
+    """Units or stages, transfers, slow-downs and pieces of a step, as projections read them."""
+    beside = "" if record["transport"] == "idle" else f", {record['transport']} in flight"
+    parts = [
+        f"## Calibration, {record['model']}, {record['seq_len']:,} tokens{beside}\n\n"
+        "F, I, W: forward, input and weight gradients; medians, and what 95 % of the samples stayed"
+        " within. Rows that other commands have added before stay: the one below is the last.\n"
+    ]
+    ops = ("forward", "input_grad", "weight_grad")
+
+    def times(row: dict[str, Any]) -> list[str]:
+        numbers = [(row[f"{op}_s"], row[f"{op}_p95_s"]) for op in ops]
+        cells = [f"{1e3 * median:,.2f} ({1e3 * p95:,.2f})" for median, p95 in numbers]
+        return [*cells, f"{row['samples']}, {row['origin']}"]
+
+    head = ("F ms (95 %)", "I ms (95 %)", "W ms (95 %)", "samples")
+    if units := record["units"]:
+        rows = ([row["unit"], row["ac_mode"], *times(row)] for row in units)
+        parts.append(_table(("unit", "ac.mode", *head), rows))
+    if stages := record["stages"]:
+        peaks = {row["stage"]: row["allocated_bytes"] / 1e9 for row in record["peaks"]}
+        rows = (
+            [str(row["stage"]), *times(row), _number(peaks.get(row["stage"]), 1)] for row in stages
+        )
+        parts.append(_table(("stage", *head, "peak GB"), rows))
+    if transfers := record["transfers"]:
+        rows = (
+            [
+                row["link"],
+                f"{row['num_bytes']:,}",
+                f"{1e3 * row['seconds']:.3f} ({1e3 * row['p95_s']:.3f})",
+                _number(row["num_bytes"] / row["seconds"] / 1e9, 0),
+                f"{row['samples']}, {row['origin']}",
+            ]
+            for row in transfers
+        )
+        parts.append(_table(("link", "bytes", "one way ms (95 %)", "GB/s", "samples"), rows))
+    lines = [
+        f"- {row['transport']}: computing takes {100 * row['both_ways']:.1f} % longer;"
+        f" {row['source']} ({row['origin']})"
+        for row in record["slowdowns"]
+    ]
+    lines += [
+        f"- {row['name']}: {1e3 * row['seconds']:.1f} ms a step; {row['source']} ({row['origin']})"
+        for row in record["per_step"]
+    ]
+    return "\n".join([*parts, *(["\n".join(lines) + "\n"] if lines else [])])
+
+
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
@@ -574,6 +623,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "layer": layers,
     "moe": moe,
     "memory": memory,
+    "calibration": calibration,
 }
 
 

@@ -210,11 +210,7 @@ def _units_in_flight(task: _Task, ranks: Ranks, out: Path, idle: Path | None) ->
     from ppruntime.projection.calibrate import unit_rows
     from ppruntime.projection.calibrate_traffic import Traffic, largest_boundary_bytes
     from ppruntime.projection.calibration import read_calibration
-    from ppruntime.projection.calibration_file import (
-        slowdown_row,
-        with_slowdown,
-        write_calibration,
-    )
+    from ppruntime.projection.calibration_file import slowdown_row
 
     num_bytes, kind = largest_boundary_bytes(task.config), task.config.pp.transport
     beside = f"messages of {num_bytes:,} bytes both ways on {kind}"
@@ -229,9 +225,8 @@ def _units_in_flight(task: _Task, ranks: Ranks, out: Path, idle: Path | None) ->
         return
     print(f"{traffic.num_messages:,} {beside} meanwhile")
     if idle is not None:
-        alone = read_calibration(idle)
-        slowdown = slowdown_row(alone, known)
-        write_calibration(with_slowdown(alone, slowdown), idle)
+        slowdown = slowdown_row(read_calibration(idle), known)
+        task.add(idle, slowdowns=[slowdown])
         print(f"{100 * slowdown.both_ways:.2f} % longer: {slowdown.source}; added to {idle}")
 
 

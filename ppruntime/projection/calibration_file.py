@@ -125,8 +125,8 @@ def refuse_before(
 def merged(path: Path, new: Calibration) -> Calibration:
     """`new` with the rows that the file at `path` has beside them; `new` alone if there is no file.
 
-    Rows of one thing are the new ones, unless only the old one was measured. Raises ProjectionError
-    if the file is of another run.
+    Rows of one thing are the new ones, unless only the old one was measured. `command` names all
+    that gave rows, one after another. Raises ProjectionError if the file is of another run.
     """
     if not path.exists():
         return new
@@ -140,7 +140,11 @@ def merged(path: Path, new: Calibration) -> Calibration:
     cuts = {c.layers_per_stage for c in (old, new) if c.layers_per_stage is not None}
     if len(cuts) > 1:
         raise ProjectionError(f"{path} has stages of another cut; write to another file")
-    changes: dict[str, object] = {"layers_per_stage": cuts.pop() if cuts else None}
+    commands = old.command.split(_THEN)
+    changes: dict[str, object] = {
+        "layers_per_stage": cuts.pop() if cuts else None,
+        "command": _THEN.join(dict.fromkeys([*commands, new.command])),
+    }
     for group, keys in _KEYS.items():
         rows = {tuple(getattr(row, k) for k in keys): row for row in getattr(old, group)}
         for row in getattr(new, group):
@@ -200,12 +204,8 @@ def slowdown_row(idle: Calibration, in_flight: Calibration) -> Slowdown:
     )
 
 
-def with_slowdown(known: Calibration, row: Slowdown) -> Calibration:
-    """The calibration with the row, in the place of one for the same transport."""
-    others = [each for each in known.slowdowns if each.transport != row.transport]
-    rows = sorted([*others, row], key=lambda each: each.transport)
-    return msgspec.structs.replace(known, slowdowns=tuple(rows))
-
+_THEN = "; "
+"""Between the commands of one file."""
 
 _KEYS = {
     "stages": ("stage",),

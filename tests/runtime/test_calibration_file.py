@@ -13,7 +13,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ppruntime.config import load
 from ppruntime.projection.calibrate import refuse_zero_weights
 from ppruntime.projection.calibration import UnitTimes
-from ppruntime.projection.calibration_file import calibration_of, slowdown_row, with_slowdown
+from ppruntime.projection.calibration_file import (
+    calibration_of,
+    merged,
+    slowdown_row,
+    write_calibration,
+)
 from ppruntime.projection.projector import ProjectionError
 from ppruntime.ranks import Layout, join, leave
 
@@ -34,12 +39,13 @@ def unit_times(unit, seconds, **changes):
     return UnitTimes(**(given | changes))
 
 
-def calibrated(transport, units):
+def calibrated(transport, units=(), slowdowns=()):
     config = load([TINY], ["train.seq_len=8"])
-    return calibration_of(config, few_samples=False, transport=transport, units=units)
+    rows = {"units": units, "slowdowns": slowdowns}
+    return calibration_of(config, few_samples=False, transport=transport, **rows)
 
 
-def test_what_a_transport_does_to_compute_is_the_difference_of_two_files():
+def test_what_a_transport_does_to_compute_is_the_difference_of_two_files(tmp_path):
     idle = calibrated("idle", [unit_times("embed", 1.0), unit_times("head", 3.0)])
     beside = calibrated("put", [unit_times("head", 3.3), unit_times("moe.routed", 9.0)])
     row = slowdown_row(idle, beside)
@@ -48,8 +54,20 @@ def test_what_a_transport_does_to_compute_is_the_difference_of_two_files():
     again = slowdown_row(idle, calibrated("put", [unit_times("head", 2.9)]))
     assert again.both_ways == 0, "compute gets no faster beside a transfer"
     other = msgspec.structs.replace(row, transport="nccl")
-    known = with_slowdown(with_slowdown(with_slowdown(idle, row), other), again)
+    path = tmp_path / "idle.json"
+    for new in (idle, *(calibrated("idle", slowdowns=[each]) for each in (row, other, again))):
+        write_calibration(merged(path, new), path)
+    known = merged(path, calibrated("idle"))
     assert known.slowdowns == (other, again)
+    assert len(known.units) == 2
+
+
+def test_a_file_names_every_command_that_gave_rows(tmp_path):
+    path = tmp_path / "known.json"
+    for command, unit in (("one", "embed"), ("two", "head"), ("one", "moe.routed")):
+        new = calibrated("idle", [unit_times(unit, 1.0)])
+        write_calibration(merged(path, msgspec.structs.replace(new, command=command)), path)
+    assert merged(path, msgspec.structs.replace(new, command="two")).command == "one; two"
 
 
 @pytest.mark.parametrize(
