@@ -33,31 +33,33 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
 - Of the pipeline bench: Async1F1B over nccl and without transfers at today's speed, torch's
   DualPipeV (pipeline-torch-before.json, with slower layers, has it at 1.09 x ours; it has two sets
   of losses at M = 16, by a race in mHC that is mended).
-- Pairs that overlap (`pp.overlap_pairs`): no record. Of seven tests on one GPU one passed; two
-  failed by a fault of the test, four because runs with Engram's plain sums, which have no order on
-  a GPU, did not repeat themselves. Both are mended, not run again.
+- Pairs that overlap (`pp.overlap_pairs`): whole runs keep every bit on one GPU, over two pipeline
+  ranks and over experts on two (18 tests). They gain 1 to 2 % of a cycle; a split of the
+  multiprocessors costs more than it brings wherever it need not be (pipeline-pairs*.json). The one
+  step there that is 3.4 % longer is of a transport that moves nothing, two steps were timed, and
+  its cycle is 0.997. pipeline-pairs-mega.json has three sets of gradient bits because attention's
+  sums had no order there (the script asks for it since); pipeline-pairs-deep-ep.json was cut by its
+  limit while a kernel for 88 multiprocessors was compiled. Cases without transfers were cut too.
 - pipeline-infiniband.json misses its bar because nccl got faster there: its products leave 12
   multiprocessors free (`pp.gemm_sms=120`, the default beside nccl since). Where they took all, nccl
   with 2 blocks had a cycle of 247 ms and copy_engine 221.5, 0.90 of it: pipeline-nccl-all-sms.json.
   The first row of that file had a profiler in two of its three steps.
 - nccl is 1.04 x torch's 1F1B: torch posts a receive when it is needed, so nothing waits on
   multiprocessors while products run. `pp.recv_lead=0` does so here, not measured so far.
-- moe-ep2.json, moe-ep2-all.json and moe-ep2-both.json are older than the loops of the Gluon kernels
-  with both halves written out (products 1,226 -> 1,308 TFLOP/s, W2's gradients 621 -> 768), and
-  their rows of deep_gemm have the package's weight gradients; the own kernel adds them now.
-- memory-fixed-blocks.json has the allocator's blocks of fixed size: 30 to 43 GB lay unused, and the
-  row at 16,384 tokens ran out with 128 GB planned. Launchers ask for expandable segments since; not
-  measured, nor are 16,384 and 24,576 tokens, two pipeline ranks and two data ranks. One in two cost
-  4.0 % there, of which 2.8 are the warm-up's copies by count: with 8 micro-batches nothing hides
-  them. FP8's peak stood at a reload that held a micro-batch in both forms; it goes piece by piece
-  since.
-- A validation run (V3, validation.md: 1F1B-W over put, M = 24, from 1F1B over copy_engine, M = 12)
-  missed: step -3.8 % (bar 3), cycle -2.5 % (2), peaks -0.7 and -2.2 % (3, met). It took medians of
-  op times where a sum needs means; it takes these now and shows op times beside each other. Not run
-  again.
-- Calibrations: five kinds of units were timed before time was up, with the device waiting for the
-  host at every op (an SWA half's forward 6.8 ms, 3.7 by the device's clock). They are timed by the
-  device's clock now, not run again.
+- moe-ep2-all.json and moe-ep2-both.json are older than the loops of the Gluon kernels with both
+  halves written out (products 1,226 -> 1,308 TFLOP/s, W2's gradients 621 -> 768). moe-ep2.json is
+  not: 13.1 ms a micro-batch with n = 2 by own kernels alone (bar 15.5), 14.2 with deep_gemm's
+  products and dispatch by deep_ep (bar 12.5, missed: that path pays for rows that go and come apart
+  from its products).
+- memory-fixed-blocks.json has the allocator's blocks of fixed size: 30 to 43 GB lay unused. With
+  expandable segments (memory.json) a run that needs memory gets all but 0.7 GB of it; slack there
+  is what nobody had asked for. One in two costs 4.4 % (bar 3), of which 2.8 are the warm-up's
+  copies by count: with 8 micro-batches nothing hides them. 24,576 tokens with masters away ran out
+  in the warm-up, which made weight gradients wait though the order has none that do; it goes back
+  as the order does since, not run again. Not run: two pipeline ranks and two data ranks.
+- Calibrations: `--per-step` on two data ranks took longer than its 75 s; `--depths` was not run;
+  units in flight beside nccl neither. Of calibration.json's commands the last one is named; its
+  units are by `pp.size=1 --modes none`. Files name all since.
 - The host takes about as long to start an FP8 MoE half as the GPU to run it (16 ms by
   layers-moe.json). In a run without a record, at 2,048 tokens and beside other work, a backward
   took the host 6.7 ms by autograd's thread, and 3.9 in the caller's under a profiler.
@@ -67,7 +69,9 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
 - compute-sanitizer's racecheck of mHC reports one place, `coefficients_backward_kernel`: threads
   that hold copies of the same sum write it to the same word. It was looked at, not removed.
 - `optim.type = "muon"`, `kernels.compile`, `bench kernels`, 10,000 random transfers with today's
-  code (the run was cut at 130 s), random pairs of memory knobs on GPUs.
+  code (the run was cut at 130 s), 200 steps with all memory knobs (cut at 130 s beside other
+  tests). 27 random pairs of memory knobs kept every bit, on one GPU, over two pipeline ranks and
+  over two data ranks.
 """
 
 

@@ -24,7 +24,6 @@ record; it was written before its run began. error = predicted / measured - 1.
 """
 NOT_RUN = """## Not run
 
-- v3 again: the one above took medians of op times where a sum needs means.
 - v4 (emulated PP4 on two GPUs against four), v5 (eight GPUs), v6 (sixteen nodes).
 """
 

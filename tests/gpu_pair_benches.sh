@@ -60,11 +60,15 @@ pipeline pipeline-torch 200 --steps 1 --orders 1f1b,dualpipe_v --more-micro-batc
     --transports copy_engine,nccl@0,nccl/4@0,nccl/4 "${bf16[@]}" pp.gemm_sms=120
 pipeline pipeline-infiniband 180 --steps 1 --micro-batches 8 --stand-in --orders 1f1b,1f1b_w \
     --transports copy_engine,put "${bf16[@]}"
-run calibration 120 "${cli[@]}" calibrate "${model[@]}" pp.size=1 --modes none
+run calibration 200 "${cli[@]}" calibrate "${model[@]}" pp.size=1 --modes none
 run calibration 60 "${ranks[@]}" calibrate "${model[@]}" pp.size=2 "${put[@]}"  # adds messages
 run calibration-put 150 "${ranks[@]}" calibrate "${model[@]}" pp.size=2 "${put[@]}" --in-flight \
     --modes none --idle "$out/calibration.json"
-run calibration-emulated 100 "${ranks[@]}" emulate "${model[@]}" "${put[@]}" pp.size=8 \
-    pp.schedule=1f1b_w train.num_micro_batches=40 ac.mode=full --stages 0-1 --steps 5 \
-    --costs 0.012,0.02,0.006 --hop-s 0.001
+run calibration 140 "${ranks[@]}" calibrate "${model[@]}" pp.size=1 parallel.dp=2 \
+    train.num_micro_batches=1 --per-step
+for stages in 0-1 2-3 4-5 6-7; do # each on what the ones before sent
+    run calibration-emulated 60 "${ranks[@]}" emulate "${model[@]}" "${put[@]}" pp.size=8 \
+        pp.schedule=1f1b_w train.num_micro_batches=40 ac.mode=full --stages "$stages" --steps 5 \
+        --costs 0.009,0.02,0.007 --hop-s 0.001 --boundaries "$out/boundaries"
+done
 [ ! -s "$out/failed" ]
