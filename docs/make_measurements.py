@@ -67,7 +67,7 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
 - q_b misses its bar (1.21 x bf16, 1.3 asked) by its backward. Of 2.14 ms, by a profile without a
   record, 0.72 are deep_gemm's weight gradient (956 TFLOP/s: nine tiles of 152 columns for
   1,280), 0.56 and 0.52 its other products, 0.31 the casts, whose bytes take 0.25. o_b has
-  an input gradient to cast that is a sixth of q_b's.
+  an output gradient to cast that is a sixth of q_b's.
 - The head's products run at what power leaves: 810 TFLOP/s for one alone, 715 without a pause, in a
   run without a record. Its times hold for a GPU that was idle before.
 - compute-sanitizer's racecheck of mHC reports one place, `coefficients_backward_kernel`: threads
