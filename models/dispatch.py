@@ -107,8 +107,9 @@ class Checked(Protocol):
         """Device memory that it holds beside torch's allocator."""
 
     def check(self) -> None:
-        """After a step's last layer, before its gradients are used: raises, alike on all ranks of
-        the group. The host waits for the device. A collective."""
+        """After the last layer of a step or an evaluation, before its gradients or losses are
+        used: raises, alike on all ranks of the group. The host waits for the device. A collective.
+        """
 
 
 class AllHere:

@@ -168,7 +168,8 @@ class Passes:
 
     def check(self) -> None:
         """Raises MeetingError if a wait on the device took too long. A collective; the host waits
-        for the device. After a step's last layer, before its gradients are used."""
+        for the device. After the last layer of a step or an evaluation, before its gradients or
+        losses are used."""
         codes_P1 = self._gather(self.arena.error)
         self._refuse(codes_P1[:, 0])
 

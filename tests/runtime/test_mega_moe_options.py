@@ -1,7 +1,9 @@
 """The fused MoE layer in a run: where it is refused, and what a plan says of its memory."""
 
+from dataclasses import replace
+
 import torch
-from small_runs import CONFIG
+from small_runs import CONFIG, trainer_of
 
 from ppruntime.config import load
 from ppruntime.experts.arena_bytes import arena_bytes, arena_shape
@@ -60,3 +62,33 @@ def test_where_pairs_overlap_each_stage_of_a_rank_has_an_arena():
 def test_a_missed_meeting_and_an_overflow_are_told_without_a_traceback():
     assert exit_code(MeetingError("late")) is ExitCode.RANK_DIED
     assert exit_code(PoolOverflow("full")) is ExitCode.OUT_OF_MEMORY
+
+
+class Late:
+    """A dispatcher whose device has given up a wait."""
+
+    outside_bytes = 0
+
+    def check(self):
+        raise MeetingError("rank 0 waited too long for rank 1")
+
+
+def what_a_late_peer_ends(rank: int):
+    """What uses numbers of a forward in which a wait was given up."""
+    ended = []
+    with trainer_of(("pp.size=1",)) as (trainer, data, _):
+        trainer.pipeline = replace(trainer.pipeline, dispatchers=(Late(),))
+        for name, run in (
+            ("step", lambda: trainer.step(0, data)),
+            ("evaluation", lambda: trainer.evaluate(data, 1)),
+        ):
+            try:
+                run()
+            except MeetingError:
+                ended.append(name)
+    return ended
+
+
+def test_neither_a_step_nor_an_evaluation_uses_what_came_of_a_missed_meeting(run_ranks):
+    """The last evaluation of a run has no forward behind it that would tell."""
+    assert run_ranks(1, what_a_late_peer_ends) == [["step", "evaluation"]]
