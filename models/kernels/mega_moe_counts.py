@@ -14,7 +14,9 @@ all kernels pass through without reading or writing a peer's memory.
 Order of memory: `tell` stores plainly, over the link, and ends; the `mega_moe.meet` behind it on
 the stream releases to all devices, the peers' `meet` acquires, and their `plan` begins when that
 has ended. A rank tells again only after the layer's second meeting, which every peer comes to
-behind its `plan`: so nothing is written over before it is read.
+behind its `plan`: so nothing is written over before it is read. One that gave up that meeting goes
+on without the peer, so from then on it tells its error word alone: a late peer's plan is of numbers
+that belong together, and stays inside its pool, until it hears of the error.
 
 Shape letters: P ranks, E experts, L experts here, B = R/128 blocks.
 """
@@ -50,16 +52,19 @@ def _tell(
     bases_ptr, told_offset, count_ptr, error_ptr, room, rank, num_experts, LANES: tl.constexpr
 ):  # fmt: skip
     lanes = tl.arange(0, LANES)
+    error = tl.load(error_ptr)
     count = tl.load(count_ptr + lanes, mask=lanes < num_experts, other=0)
-    count = tl.where(lanes == num_experts, tl.load(error_ptr), count)
+    count = tl.where(lanes == num_experts, error, count)
     count = tl.where(lanes == num_experts + 1, room, count)
+    is_told = tl.where(error == 0, lanes < num_experts + 2, lanes == num_experts)
     address = tl.load(bases_ptr + tl.program_id(0)) + told_offset
     row = address.to(tl.pointer_type(tl.int32)) + rank * (num_experts + 2)
-    tl.store(row + lanes, count, mask=lanes < num_experts + 2)
+    tl.store(row + lanes, count, mask=is_told)
 
 
 def tell(peers: Peers, count_E: Tensor, room: int, *, told_offset: int) -> None:
-    """Writes this rank's row of int32 [P, told_words(E)], `told_offset` bytes into every arena."""
+    """Writes this rank's row of int32 [P, told_words(E)], `told_offset` bytes into every arena; of
+    a rank that gave up a wait the error word alone."""
     lanes = triton.next_power_of_2(told_words(len(count_E)))
     _tell[(peers.num_ranks,)](
         peers.bases_P, told_offset, count_E, peers.error, room, peers.rank, len(count_E), lanes,

@@ -21,15 +21,18 @@ COUNTS = {
 
 
 def heard_by_all(counts, rooms, errors=None):
-    """What each rank plans when the ranks told these counts, in pools of these rooms."""
+    """What each rank plans when the ranks told these counts, in pools of these rooms. Ranks with an
+    error met for the counts, gave up a wait and told again."""
     num_experts = len(counts[0])
     shape = ArenaShape(most_tokens=4, per_token=1, num_experts=num_experts, hidden=128)
     arenas = make_arenas(len(counts), shape)
-    for arena, row, room, error in zip(
-        arenas, counts, rooms, errors or [0] * len(counts), strict=True
-    ):
+    rows = [torch.tensor(row, dtype=torch.int32, device=DEVICE) for row in counts]
+    for arena, row, room in zip(arenas, rows, rooms, strict=True):
+        arena.tell(row, room)
+    for arena, row, room, error in zip(arenas, rows, rooms, errors or (), strict=False):
         arena.error.fill_(error)
-        arena.tell(torch.tensor(row, dtype=torch.int32, device=DEVICE), room)
+        if error:
+            arena.tell(row + 9000, room + BLOCK)
     meet(arenas)
     return [arena.plan(room) for arena, room in zip(arenas, rooms, strict=True)]
 
@@ -80,3 +83,17 @@ def test_a_rank_that_gave_up_a_wait_plans_nothing_and_says_so_to_all():
     for heard, error in ((one, 0), (other, 1)):
         assert heard.words[:-1].view(2, -1)[:, -2].tolist() == [0, 1]
         assert heard.words[-1] == error
+
+
+def test_a_rank_that_gave_up_a_wait_writes_over_nothing_that_a_late_peer_may_be_reading():
+    """It goes on to its next layer without the peer, whose plan has to be of one piece."""
+    shape = ArenaShape(most_tokens=4, per_token=1, num_experts=6, hidden=128)
+    early, late = make_arenas(2, shape)
+    for arena, row in zip((early, late), COUNTS["even"], strict=True):
+        arena.tell(torch.tensor(row, dtype=torch.int32, device=DEVICE), 4096)
+    told = late.told().clone()
+    early.error.fill_(2)  # it waited for the other in vain
+    early.tell(torch.full((6,), 9000, dtype=torch.int32, device=DEVICE), 8192)
+    told[0, -2] = 2
+    for arena in (early, late):
+        assert torch.equal(arena.told(), told)
