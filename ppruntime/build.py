@@ -25,6 +25,7 @@ from ppruntime.connect import (
 from ppruntime.engram_tables import EngramLookups, engram_options, place_tables
 from ppruntime.executor import Executor
 from ppruntime.experts.dispatch import open_dispatchers
+from ppruntime.experts.hosts import host_facts
 from ppruntime.experts.options import BY_TORCH, ExpertChoice, choose_experts, moe_options
 from ppruntime.gemm_budget import GemmBudget, with_gemm_budget
 from ppruntime.host_memory import HostPool
@@ -139,6 +140,7 @@ def build_pipeline(config: Config, ranks: Ranks, *, draw_on_device: bool = False
             Fact("the dense linears' backend", str(linears.backend)),
             Fact("the order of work", digest(order.lowered)),
             Fact("attention's kernels", str(choose_kernels(config, ranks.device).choice)),
+            *host_facts(config.moe.dispatch.type, ranks.expert_group_ranks),
         ],
         timeout_seconds=config.fault.init_timeout_seconds,
         what="the stages are built",

@@ -19,6 +19,7 @@ from ppruntime.transports.base import Channel, TransportError
 from ppruntime.transports.ledger import describe
 
 _PARTING_SECONDS = 5.0
+_ALIKE = "start all ranks with the same configuration and code"
 
 
 class DisagreementError(TransportError):
@@ -30,12 +31,14 @@ class Fact:
     """Something that ranks must hold alike: what it is, for people, and its value or a digest of
     it.
 
-    `ranks` are those that must state it; None stands for all that come to the agreement.
+    `ranks` are those that must state it; None stands for all that come to the agreement. `remedy`
+    is what whoever started the ranks can do where they do not.
     """
 
     name: str
     value: str
     ranks: tuple[int, ...] | None = None
+    remedy: str = _ALIKE
 
 
 def channel_facts(channels: Sequence[Channel], rank: int) -> tuple[Fact, ...]:
@@ -69,25 +72,26 @@ def agree(
     values and their ranks; TransportError when a rank does not come within the time limit. Give
     every agreement a store of its own (a PrefixStore).
     """
-    statement = json.dumps([[fact.name, fact.value, fact.ranks] for fact in facts])
+    statement = json.dumps([[fact.name, fact.value, fact.ranks, fact.remedy] for fact in facts])
     statements = gather(store, rank, ranks, statement, timeout_seconds=timeout_seconds, what=what)
     stated = {
-        r: [Fact(name, value, of and tuple(of)) for name, value, of in json.loads(text)]
+        r: [Fact(name, value, of and tuple(of), cure) for name, value, of, cure in json.loads(text)]
         for r, text in statements.items()
     }
     differences = find_differences(stated)
     if not differences:
         return
     _part_together(store, ranks, timeout_seconds)
+    told = [fact for rank in sorted(stated) for fact in stated[rank] if fact.name in differences]
+    remedies = dict.fromkeys(fact.remedy for fact in told)
     raise DisagreementError(
-        f"the ranks disagree before {what}: {'; '.join(differences)}; start all ranks with the same"
-        " configuration and code"
+        f"the ranks disagree before {what}: {'; '.join([*differences.values(), *remedies])}"
     )
 
 
-def find_differences(stated: Mapping[int, Sequence[Fact]]) -> list[str]:
-    """One text per fact that its ranks do not hold alike: `NAME is X on ranks 0, 2 but Y on rank
-    1`.
+def find_differences(stated: Mapping[int, Sequence[Fact]]) -> dict[str, str]:
+    """By name, one text per fact that its ranks do not hold alike: `NAME is X on ranks 0, 2 but Y
+    on rank 1`.
 
     A rank that must state a fact, in the view of any rank that does, and lacks it differs as well.
     """
@@ -97,14 +101,14 @@ def find_differences(stated: Mapping[int, Sequence[Fact]]) -> list[str]:
         for fact in facts:
             values.setdefault(fact.name, {})[rank] = fact.value
             must_state.setdefault(fact.name, {rank}).update(fact.ranks or stated)
-    differences = []
+    differences = {}
     for name, value_of in values.items():
         ranks_of: dict[str, list[int]] = {}
         for rank in sorted(must_state[name]):
             ranks_of.setdefault(value_of.get(rank, "absent"), []).append(rank)
         if len(ranks_of) > 1:
             views = " but ".join(f"{value} on {_text(ranks)}" for value, ranks in ranks_of.items())
-            differences.append(f"{name} is {views}")
+            differences[name] = f"{name} is {views}"
     return differences
 
 

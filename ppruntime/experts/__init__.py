@@ -4,6 +4,7 @@
     dispatch      what moves rows: `exchange`, `deep_ep` or the fused layer's `arena`
     exchange      torch's all-to-all over an expert group
     deep_ep       the package of that name
+    hosts         whose ranks have to be on one host
     arena         memory of the fused layer, mapped by every rank of the group
     arena_bytes   its size, without torch
 

@@ -8,7 +8,6 @@ rank that dies takes no memory away from under its peers.
 from __future__ import annotations
 
 import os
-import socket
 from contextlib import suppress
 
 import torch
@@ -17,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ppruntime.config import Config, ConfigError
 from ppruntime.experts.arena_bytes import arena_shape
 from ppruntime.experts.exchange import ProcessExchange
+from ppruntime.experts.hosts import host_facts
 from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.models.mega_moe import MegaMoe
 from ppruntime.models.mega_moe_arena import Arena
@@ -86,10 +86,7 @@ def open_arena(
         PrefixStore("hosts", store),
         rank,
         group,
-        [
-            Fact("the host of the experts' ranks", socket.gethostname()),
-            Fact("the arena's bytes", str(shape.num_bytes)),
-        ],
+        [Fact("the arena's bytes", str(shape.num_bytes)), *host_facts("mega_moe", group)],
         timeout_seconds=timeout_seconds,
         what="mapping each other's memory for moe.dispatch.type = mega_moe",
     )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_runs import CONFIG, SMALL, train
+from small_runs import CONFIG, SMALL, train, trainer_of
 
 from ppruntime.config import ConfigError, load
 from ppruntime.experts.deep_ep import unavailable_reason
@@ -15,6 +15,7 @@ from ppruntime.experts.dispatch import open_dispatcher, wire_options
 from ppruntime.experts.options import ExpertChoice, moe_options
 from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.models.moe import HERE
+from ppruntime.transports.agree import DisagreementError
 
 DEEP_EP = ("parallel.ep=2", "moe.dispatch.type=deep_ep", "train.precision=bf16")
 
@@ -61,3 +62,26 @@ def test_the_wire_follows_the_config_and_so_do_the_scales_of_fp8_experts():
         options = moe_options(config, 0, ExpertChoice(ExpertBackend.TRITON), HERE.dispatcher)
         assert options.fp8.power_of_two_scales
         assert options.fp8.power_of_two_grad_scales == (key == "fp8_grad")
+
+
+def build_over_hosts(rank: int):
+    """What a rank is told whose run has two expert groups, the second of them over two hosts."""
+    import ppruntime.experts.hosts as hosts
+
+    # The dispatcher is not opened: no GPU is needed to find out that it could not be.
+    hosts.socket = SimpleNamespace(gethostname=lambda: f"host-{rank == 3}")
+    try:
+        with trainer_of((*DEEP_EP, "pp.size=2", "run.device=auto")):
+            return "built"
+    except DisagreementError as error:
+        return str(error)
+
+
+def test_an_expert_group_over_two_hosts_ends_all_ranks_with_what_works_there(run_ranks):
+    told = run_ranks(4, build_over_hosts)
+    assert set(told) == {
+        "the ranks disagree before the stages are built: the host of the experts of ranks 2, 3 is"
+        ' host-False on rank 2 but host-True on rank 3; moe.dispatch.type = "deep_ep" works inside'
+        ' a host: give each parallel.ep = 2 neighbouring ranks one host, or use "torch", which'
+        " works over hosts"
+    }

@@ -243,6 +243,15 @@ def test_ranks_that_differ_all_raise_one_error_that_says_who_differs_and_how(run
     assert max(seconds for _, seconds in results) < 40
 
 
+def test_ranks_that_differ_are_told_the_remedy_of_what_they_differ_in(run_ranks):
+    others = [Fact("order", "abc"), Fact("a", "1", remedy="paint it"), Fact("b", "1", (0, 1))]
+    first = [Fact("order", "abc"), Fact("a", "2", remedy="paint it"), Fact("b", "1", (0, 1))]
+    results = run_ranks(3, _agree, [first, others, others[:2]])
+    assert {message for message, _ in results} == {
+        "the ranks disagree before the test: a is 2 on rank 0 but 1 on ranks 1, 2; paint it"
+    }
+
+
 class _SlowReader:
     """A store of which a rank on a busy machine reads late."""
 
@@ -287,15 +296,15 @@ def test_differences_are_found_if_and_only_if_ranks_do_not_all_state_the_same(vi
     stated = {r: [Fact(n, v) for n, v in view.items()] for r, view in enumerate(views)}
     names = {n for view in views for n in view}
     expected = {n for n in names if len({view.get(n) for view in views}) > 1}
-    assert {text.split(" is ")[0] for text in find_differences(stated)} == expected
+    assert find_differences(stated).keys() == expected
 
 
 def test_a_fact_of_some_ranks_is_asked_of_those_alone():
     both = Fact("channel 0", "v", (0, 1))
-    assert find_differences({0: [both], 1: [both], 2: []}) == []
-    assert find_differences({0: [both], 1: [], 2: []}) == [
-        "channel 0 is v on rank 0 but absent on rank 1"
-    ]
+    assert find_differences({0: [both], 1: [both], 2: []}) == {}
+    assert find_differences({0: [both], 1: [], 2: []}) == {
+        "channel 0": "channel 0 is v on rank 0 but absent on rank 1"
+    }
 
 
 def test_a_rank_that_does_not_come_is_named():
