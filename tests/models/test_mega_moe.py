@@ -304,6 +304,94 @@ def test_what_one_rank_waited_for_in_vain_all_ranks_hear_with_the_next_counts():
     assert "rank 0 waited too long for rank 1" in texts[0]
 
 
+def test_a_peer_that_wakes_after_the_others_went_on_hears_of_it_and_reads_nothing_torn():
+    """Rank 1 begins its layer when rank 0 is in its next one, with other counts and lists."""
+    early, late = make_ranks(2, shape_of(), limit=SHORT_LIMIT)
+    first, second = batches("uneven", (9, 4)), batches("all to the first experts", (2, 2))
+    (_, kept) = early.run(forwards([early], first[:1])[0])
+    assert (kept.home_R == -1).all()
+    going_on = forwards([early], second[:1])[0]
+    for _ in range(2):
+        assert next(going_on) is None
+        early.arena.meet()
+    codes = [next(going_on).cpu()]
+    waking = forwards([late], [first[1]])[0]
+    for _ in range(2):
+        assert next(waking) is None
+        late.arena.meet()
+    codes.append(next(waking).cpu())
+    # What rank 0 told when it gave up, with its own numbers from then.
+    counts = torch.bincount(first[0][1].flatten().cpu(), minlength=EXPERTS)
+    assert late.arena.told()[0, :EXPERTS].tolist() == counts.tolist()
+    texts = []
+    for steps in (going_on, waking):
+        with pytest.raises(MeetingError) as raised:
+            steps.send(torch.stack(codes))
+        texts.append(str(raised.value))
+    assert texts[0] == texts[1]
+    assert "rank 0 waited too long for rank 1" in texts[0]
+
+
+ROUTINGS = {
+    "random": lambda order, num: order,
+    "all to the last expert": lambda order, num: torch.tensor([3, 0]).expand(num, -1),
+    "half of them nowhere": lambda order, num: torch.where(torch.arange(2) < 1, order, -1),
+    "all nowhere": lambda order, num: torch.full_like(order, -1),
+}
+
+
+@pytest.mark.long
+def test_no_layer_finds_anything_of_the_layers_before_it_in_the_arenas():
+    """One group of four through layers of other sizes and routings, each against fp64, with pools
+    that are too small now and then."""
+    ranks = make_ranks(4, shape_of())
+    experts = [make_experts("bf16", rank.held(EXPERTS)) for rank in ranks]
+    whole = make_experts("bf16").to(torch.float64)
+    for number, (name, route) in enumerate([*ROUTINGS.items()] * 2):
+        sizes = [(9, 0, 1, 3)[(number + place) % 4] for place in range(4)]
+        batch = [
+            (x, route(order.cpu(), len(x)).contiguous().to(DEVICE), weights, grad)
+            for x, order, weights, grad in batches("x" * number, sizes)
+        ]
+        if number % 3 == 1:
+            ranks[number % 4].rooms[0] = 128
+        with torch.no_grad():
+            results = run_together(ranks, [
+                rank.forward_steps(
+                    x, order, weights, tuple(layer.parameters()), float(layer.limit),
+                    power_of_two=False,
+                )
+                for rank, layer, (x, order, weights, _) in zip(ranks, experts, batch, strict=True)
+            ])  # fmt: skip
+            grads = run_together(ranks, [
+                rank.backward_steps(
+                    grad, kept, tuple(layer.parameters()), float(layer.limit),
+                    dtype=torch.bfloat16, tile_scales=False,
+                )
+                for rank, layer, (_, kept), (*_, grad) in zip(
+                    ranks, experts, results, batch, strict=True
+                )
+            ])  # fmt: skip
+        x, order, weights, grad = (torch.cat(parts) for parts in zip(*batch, strict=True))
+        x, weights = (t.double().requires_grad_() for t in (x, weights))
+        y = torch.zeros_like(x)
+        for expert in range(EXPERTS):
+            token, k = (order == expert).nonzero(as_tuple=True)
+            rows = [0] * EXPERTS
+            rows[expert] = len(token)
+            of_pair = whole(x[token], rows) * weights[token, k].unsqueeze(1)
+            y = y.index_add(0, token, of_pair)
+        y.backward(grad.double())
+        got = (
+            torch.cat([one.float() for one, _ in results]),
+            torch.cat([one.x_ND for one in grads]),
+            torch.cat([one.weights_NK for one in grads]),
+        )
+        for what, a, b in zip(NAMES, got, (y.detach(), x.grad, weights.grad), strict=False):
+            assert (distance(a, b) < 8e-3) if b.any() else not a.any(), (number, name, what)
+    assert not any(rank.arena.error.item() for rank in ranks)
+
+
 def test_a_rank_whose_peer_never_comes_ends_its_forward_with_a_pool_of_padding():
     rank, _ = make_ranks(2, shape_of(), limit=SHORT_LIMIT)
     batch = batches("uneven", (9, 4))
