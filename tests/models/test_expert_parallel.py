@@ -115,6 +115,81 @@ def test_two_ranks_compute_bitwise_what_one_process_makes_of_their_tokens(fp8, r
         assert found == {case: [] for case in CASES}
 
 
+LAYOUTS = (
+    # Experts, of a token, each rank's tokens, how likely an expert is by its number.
+    (8, 2, (7, 3, 11, 2), lambda e: torch.ones_like(e)),
+    (8, 1, (5, 0, 0, 6), lambda e: (e == 7) + 1e-9),
+    (40, 6, (13, 1, 0, 8), lambda e: (e + 1) ** -2.0),
+    (16, 3, (6, 6, 0, 6), lambda e: (e > 12) + 1e-9),
+    (8, 8, (4, 4, 4, 4), lambda e: torch.ones_like(e)),
+    (4, 1, (0, 0, 1, 0), lambda e: torch.ones_like(e)),
+)
+
+
+def loop_over_pairs(x, experts, weights, grad, gate_up, down, limit):
+    """Outputs and gradients in fp64, one token and expert after the other."""
+    x, weights, gate_up, down = (
+        t.detach().double().requires_grad_() for t in (x, weights, gate_up, down)
+    )
+    y = torch.zeros_like(x)
+    for token, chosen in enumerate(experts.tolist()):
+        for k, expert in enumerate(chosen):
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            inner = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+            result = weights[token, k] * (down[expert] @ inner)
+            y = y.index_add(0, torch.tensor([token]), result.unsqueeze(0))
+    y.backward(grad.double())
+    return [y.detach(), x.grad, weights.grad, gate_up.grad, down.grad]
+
+
+def compare_with_the_loop(rank: int):
+    """Largest relative distance of each result over all layouts, by who brings the tokens."""
+    from ppruntime.models.dispatch import WireOptions
+    from ppruntime.models.token_buffer import ExchangeBuffer
+    from ppruntime.models.token_dispatch import TokenDispatcher
+
+    dist.init_process_group("gloo")
+    exchange = ProcessExchange.of(dist.new_group([0, 1, 2, 3]))
+    ways = {"rows": AllToAll(exchange)}
+    for num in (1, 3):
+        buffer = ExchangeBuffer(exchange)
+        ways[f"tokens in {num}"] = TokenDispatcher(buffer, WireOptions(), num_chunks=num)
+    worst = {}
+    for seed, (num_experts, per_token, sizes, likely) in enumerate(LAYOUTS):
+        torch.manual_seed(100 + seed)
+        dims = replace(TINY, num_experts=num_experts, experts_per_token=per_token)
+        whole = make(dims, MoEOptions(), torch.float32)
+        chances = likely(torch.arange(num_experts).double()).double()
+        num, hidden = sum(sizes), dims.hidden_size
+        x, grad = torch.randn(num, hidden), torch.randn(num, hidden)
+        experts = torch.multinomial(chances.expand(num, -1), per_token)
+        weights = torch.rand(num, per_token) + 0.1
+        matrices = tuple(whole.experts.parameters())
+        exact = loop_over_pairs(
+            x, experts, weights, grad, *matrices, float(whole.experts.limit)
+        )  # fmt: skip
+        first = sum(sizes[:rank])
+        own = slice(first, first + sizes[rank])
+        for way, dispatcher in ways.items():
+            moe = make(dims, MoEOptions(dispatcher=dispatcher), torch.float32)
+            got = routed(moe, x[own], experts[own], weights[own], grad[own])
+            here = dispatcher.held(num_experts)
+            held = slice(here.start, here.stop)
+            for name, a, t, part in zip(
+                ("y", "dx", "dp", "dW13", "dW2"), got, exact, (*[own] * 3, held, held), strict=True
+            ):
+                error = (a.double() - t[part]).norm() / t[part].norm().clamp_min(1e-30)
+                worst[way, name] = max(worst.get((way, name), 0.0), float(error))
+    dist.destroy_process_group()
+    return worst
+
+
+def test_four_ranks_compute_what_a_loop_in_fp64_does_whatever_the_routing(run_ranks):
+    for worst in run_ranks(4, compare_with_the_loop):
+        assert len(worst) == 15
+        assert max(worst.values()) < 3e-6, worst
+
+
 def count_exchanges(rank: int):
     """Exchanges of one forward and backward: plain, with weight gradients that wait, and with a
     checkpointed layer that keeps what the exchanges gave. And whether gradients are the same."""
