@@ -47,6 +47,12 @@ from ppruntime.ranks import Layout, Ranks, join, leave, started_world
 _BASE = Path(__file__).parent / "configs" / "v41-proxy-8.toml"
 _EXPERTS_PER_RANK = 48
 _SECONDS = 60.0
+BOUNDS = {"y": 0.075, "dx": 0.08, "dp": 0.075, "dW13": 0.08, "dW2": 0.075}
+"""Largest relative distances of what FP8 gives from bf16's, where no gate is clamped."""
+LEAST_OF_FP8 = 0.02
+"""The smallest: below it something else than FP8 ran."""
+BF16_BOUND = 6e-3
+"""Between two layers in bf16, each of which is about 3.5e-3 from the truth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +234,25 @@ class Bench(Recorder):
             torch.autograd.backward(y, self.grad)
 
     def _compare(self, layer: Layer) -> None:
-        """Outputs and gradients against those of the first variant, on this rank's tokens."""
+        """Outputs and gradients against those of the first variant, on this rank's tokens, and
+        those of the weights against themselves in a second run."""
+        copies, variant = self._results(layer), layer.variant.name
+        if self.first is None:
+            self.first = copies
+        fp8 = layer.config.moe.compute.backend != "torch"
+        for name, one, other in zip(BOUNDS, copies, self.first, strict=True):
+            error = distance(one, other)
+            bound = BOUNDS[name] if fp8 or layer.config.moe.dispatch.fp8 else BF16_BOUND
+            self.check(f"{variant}: {name}", self.most(error), bound)
+            if fp8:
+                too_exact = self.most(LEAST_OF_FP8 / max(error, 1e-30))
+                self.check(f"{variant}: {LEAST_OF_FP8:g} over {name}", too_exact, 1)
+        again = self._results(layer)[-2:]
+        differ = not all(map(torch.equal, copies[-2:], again))
+        self.check(f"{variant}: dW differs in a second run", self.most(float(differ)), 0)
+
+    def _results(self, layer: Layer) -> list[Tensor]:
+        """Of one launch's micro-batches: y, and gradients of one micro-batch."""
         for tensor in (self.x, self.routing.weights_NK):
             tensor.grad = None
         grads = self.zeroed_weight_grads()
@@ -236,16 +260,8 @@ class Bench(Recorder):
             y = layer.forward(self.x, self.routing, self.counts_E)
             torch.autograd.backward(y, self.grad)
         found = [y.detach(), self.x.grad, self.routing.weights_NK.grad, *grads]
-        copies = [t.detach().clone() / (1 if i == 0 else layer.variant.micro_batches)
-                  for i, t in enumerate(found) if t is not None]  # fmt: skip
-        if self.first is None:
-            self.first = copies
-        fp8 = layer.config.moe.compute.backend != "torch"
-        bound = 0.09 if fp8 or layer.config.moe.dispatch.fp8 else 6e-3
-        for name, one, other in zip(
-            ("y", "dx", "dp", "dW13", "dW2"), copies, self.first, strict=True
-        ):
-            self.check(f"{layer.variant.name}: {name}", self.most(distance(one, other)), bound)
+        return [t.detach().clone() / (1 if i == 0 else layer.variant.micro_batches)
+                for i, t in enumerate(found) if t is not None]  # fmt: skip
 
     def zeroed_weight_grads(self) -> list[Tensor]:
         """The accumulators that all variants add to, emptied."""
