@@ -1,7 +1,8 @@
 """Bench of the experts: `ppruntime bench moe --out FILE`, on one GPU or over several.
 
 One GPU: every phase of one routed layer, forward and backward, at V4.1-Flash's widths and 49,152
-routed rows over 48 experts, for each backend, beside bf16 `torch._grouped_mm` in the same run;
+routed rows over 48 experts, and in the shapes of 48 and 96 ranks with few experts and many rows
+each, for each backend, beside bf16 `torch._grouped_mm` in the same run;
 tries several tiles; compares results with fp64 of the same FP8 values. Kernels are compiled
 beforehand by worker processes, so that the run itself is short.
 
@@ -18,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from ppruntime.launch.bench_moe_shapes import WORKERS, compile_share
+from ppruntime.launch.bench_moe_shapes import SHAPES, WORKERS, compile_share
 from ppruntime.launch.records import end_in_order, run_python
 
 
@@ -29,6 +30,9 @@ def main() -> int:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=1, help="GPUs that the experts lie over")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=SHAPES, default=SHAPES, help="one GPU: those to run"
+    )
     parser.add_argument("--compile", type=int, metavar="WORKER", help=argparse.SUPPRESS)
     arguments, more = parser.parse_known_args()
     if arguments.compile is not None:
@@ -46,7 +50,7 @@ def main() -> int:
 
     bench = ExpertPhases(arguments.repetitions)
     try:
-        bench.run()
+        bench.run(arguments.shapes)
     finally:
         bench.write(arguments.out, time.monotonic() - begin)
     return int(any(bench.failed_checks))

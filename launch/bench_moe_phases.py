@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from ppruntime.launch.bench_moe_shapes import (
     EXPERTS,
     FORWARD_TILES,
     HIDDEN,
+    SHAPES,
     WEIGHT_GRAD_TILES,
     WIDTH,
     routings,
@@ -45,7 +46,7 @@ class ExpertPhases(Recorder):
         self.acc2 = torch.zeros(EXPERTS, HIDDEN, WIDTH, device="cuda")
         self.generator = generator
 
-    def run(self) -> None:
+    def run(self, shapes: Sequence[str] = SHAPES) -> None:
         from ppruntime.models.kernels import quantize
 
         self.fp8_13, self.fp8_13t = quantize.quantize_blocks(self.w13, transposed=True)
@@ -58,8 +59,9 @@ class ExpertPhases(Recorder):
         self.time("weights", "turn", {
             "on demand": lambda: [quantize.transpose_blocks(w) for w in (self.fp8_13, self.fp8_2)],
         }, num_bytes=2 * num, repetitions=3)  # fmt: skip
-        for shape, (num_rows, experts_NK) in routings().items():
-            self.shape(shape, num_rows, experts_NK)
+        made = routings()
+        for shape in shapes:
+            self.shape(shape, *made[shape])
 
     def _quantize_weights(self, transposed: bool) -> None:
         from ppruntime.models.kernels import quantize
@@ -69,7 +71,8 @@ class ExpertPhases(Recorder):
 
     # One routing
 
-    def shape(self, shape: str, num_rows: int, experts_NK: Any) -> None:
+    def shape(self, shape: str, num_experts: int, experts_NK: Any) -> None:
+        """All of one shape, with the first so many experts."""
         import torch
 
         from ppruntime.models.kernels import moe_layout, quantize, swiglu
@@ -79,27 +82,35 @@ class ExpertPhases(Recorder):
             x = torch.empty(*size, device="cuda", dtype=torch.bfloat16)
             return x.normal_(generator=self.generator)
 
+        first = slice(num_experts)
+        w13, w2, acc13, acc2 = (t[first] for t in (self.w13, self.w2, self.acc13, self.acc2))
+        fp8_13, fp8_13t, fp8_2, fp8_2t = (
+            Quantized(*(part[first] for part in copy))
+            for copy in (self.fp8_13, self.fp8_13t, self.fp8_2, self.fp8_2t)
+            if copy is not None  # both ways were asked for
+        )
+        num_rows = len(experts_NK)
         x, dy = normal(num_rows, HIDDEN), normal(num_rows, HIDDEN)
         weights = torch.rand(experts_NK.shape, generator=self.generator, device="cuda") + 0.1
-        layout = moe_layout.expert_layout(experts_NK, EXPERTS)
+        layout = moe_layout.expert_layout(experts_NK, num_experts)
         routed = int((experts_NK >= 0).sum())
         self.notes.append(f"{shape}: {routed} rows, padded {int(layout.start_E1[-1])}")
         per_row = routed * 1.0
         time = partial(self.time, shape)
 
-        time("layout", {"triton": lambda: moe_layout.expert_layout(experts_NK, EXPERTS)})
+        time("layout", {"triton": lambda: moe_layout.expert_layout(experts_NK, num_experts)})
         x8 = quantize.quantize_rows(x, power_of_two=True)
         time("x to FP8", {"triton": lambda: quantize.quantize_rows(x, power_of_two=True)},
              num_bytes=3 * x.numel())  # fmt: skip
         rows = Quantized(*moe_layout.gather_rows(x8.data, layout, x8.scale))
         time("gather x8", {"triton": lambda: moe_layout.gather_rows(x8.data, layout, x8.scale)},
              num_bytes=2 * per_row * HIDDEN)  # fmt: skip
-        z = self.gemm(shape, "L1", rows, self.fp8_13, self.w13, layout, routed)
+        z = self.gemm(shape, "L1", rows, fp8_13, w13, layout, routed)
         h8 = swiglu.swiglu(z, weights, layout, LIMIT, power_of_two=False)
         time("SwiGLU", {
             "triton": lambda: swiglu.swiglu(z, weights, layout, LIMIT, power_of_two=False),
         }, num_bytes=per_row * WIDTH * 5)  # fmt: skip
-        o = self.gemm(shape, "L2", h8, self.fp8_2, self.w2, layout, routed)
+        o = self.gemm(shape, "L2", h8, fp8_2, w2, layout, routed)
         time("sum to tokens", {
             "triton": lambda: moe_layout.gather_sum(o, layout, dtype=torch.bfloat16),
         }, num_bytes=2 * per_row * HIDDEN + 2 * x.numel())  # fmt: skip
@@ -116,7 +127,7 @@ class ExpertPhases(Recorder):
 
         dy_rows, dy_columns = turn_dy()
         time("dy to FP8", {"triton": turn_dy}, num_bytes=4 * per_row * HIDDEN)
-        d = self.gemm(shape, "dgrad L2", dy_rows, self.fp8_2t, self.w2.mT, layout, routed)
+        d = self.gemm(shape, "dgrad L2", dy_rows, fp8_2t, w2.mT, layout, routed)
         grads = swiglu.swiglu_backward(z, d, weights, layout, LIMIT, power_of_two=False)
         time("SwiGLU back", {
             "gluon" if tile.hopper else "triton": partial(
@@ -125,15 +136,15 @@ class ExpertPhases(Recorder):
             for tile in (swiglu.HOPPER_BACKWARD, swiglu.TRITON_BACKWARD)
             if quantize.on_hopper(z) or not tile.hopper
         }, num_bytes=per_row * WIDTH * 11)  # fmt: skip
-        self.gemm(shape, "dgrad L1", grads.rows, self.fp8_13t, self.w13.mT, layout, routed)
+        self.gemm(shape, "dgrad L1", grads.rows, fp8_13t, w13.mT, layout, routed)
         x_columns = turn_x()
         time("x8 to columns", {"triton": turn_x, "triton, tiles": partial(turn_x, True)},
              num_bytes=2 * per_row * HIDDEN)  # fmt: skip
-        self.weight_grad(shape, "wgrad W13", self.acc13, grads.columns, x_columns,
+        self.weight_grad(shape, "wgrad W13", acc13, grads.columns, x_columns,
                          (None, turn_x(True)), layout, routed)  # fmt: skip
-        self.weight_grad(shape, "wgrad W2", self.acc2, dy_columns, grads.inner_columns,
+        self.weight_grad(shape, "wgrad W2", acc2, dy_columns, grads.inner_columns,
                          (turn_dy(True)[1], None), layout, routed)  # fmt: skip
-        self.layer(shape, x, experts_NK, weights, dy)
+        self.layer(shape, num_experts, x, experts_NK, weights, dy)
 
     def gemm(
         self, shape: str, phase: str, x: Any, fp8: Any, bf16: Any, layout: Any, routed: int
@@ -269,7 +280,9 @@ class ExpertPhases(Recorder):
             deep_gemm.grouped_weight_grad(accumulator, [operands, operands])
             self.check(f"{shape} {phase} deep_gemm n=2", distance(accumulator, apart), 1e-6)
 
-    def layer(self, shape: str, x: Any, experts_NK: Any, weights: Any, dy: Any) -> None:
+    def layer(
+        self, shape: str, num_experts: int, x: Any, experts_NK: Any, weights: Any, dy: Any
+    ) -> None:
         """The whole layer through autograd, per backend and option, and its error."""
         import torch
         from msgspec.structs import replace
@@ -279,7 +292,7 @@ class ExpertPhases(Recorder):
         from ppruntime.models.kernels.expert_backends import ExpertBackend
         from ppruntime.models.weight_copies import WeightVersion, set_weight_version
 
-        dims = replace(preset("v41-flash"), num_experts=EXPERTS)
+        dims = replace(preset("v41-flash"), num_experts=num_experts)
         options = {
             "triton": Fp8Options(),
             "triton, n=2": Fp8Options(fused_wgrad_micro_batches=2),
@@ -301,11 +314,11 @@ class ExpertPhases(Recorder):
         flops = 6.0 * routed * HIDDEN * WIDTH
         for name, option in options.items():
             experts = Fp8Experts(dims, option, device="meta")
-            experts.gate_up.weight = torch.nn.Parameter(self.w13)
-            experts.down.weight = torch.nn.Parameter(self.w2)
+            experts.gate_up.weight = torch.nn.Parameter(self.w13[:num_experts])
+            experts.down.weight = torch.nn.Parameter(self.w2[:num_experts])
             for weight, acc in zip(experts.parameters(), (self.acc13, self.acc2), strict=True):
                 weight.grad_dtype = torch.float32
-                weight.grad = acc
+                weight.grad = acc[:num_experts]
             set_weight_version(experts, WeightVersion())
             experts.quantized()
             begin = torch.cuda.memory_allocated()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 HIDDEN, WIDTH, EXPERTS, PER_TOKEN, TOKENS = 5120, 2304, 48, 6, 8192
 WORKERS = 12
@@ -47,13 +47,15 @@ def compile_share(worker: int) -> int:
     multiply, add = grouped_gemm.grouped_gemm, grouped_gemm.grouped_weight_grad
     tasks: list[Callable[[], object]] = [_run_layer]
     if unavailable_reason(ExpertBackend.DEEP_GEMM) is None:
-        # It chooses its tiles by the number of rows: the real ones.
-        layout = moe_layout.expert_layout(routings()["balanced"][1], EXPERTS)
-        for shape in gemm_shapes().values():
-            tasks += [partial(_run_gemm, deep_gemm.grouped_gemm, shape, layout)]
-        for shape in weight_shapes().values():
-            run = partial(_run_weight_grad, deep_gemm.grouped_weight_grad, shape, layout)
-            tasks += [partial(run, 1), partial(run, 2)]
+        # It chooses its tiles by the numbers of rows and experts: the real ones.
+        for name in ("balanced", "ep48", "ep96"):
+            routing = routings()[name]
+            layout = moe_layout.expert_layout(routing.experts_NK, routing.num_experts)
+            for shape in gemm_shapes().values():
+                tasks += [partial(_run_gemm, deep_gemm.grouped_gemm, shape, layout)]
+            for shape in weight_shapes().values():
+                run = partial(_run_weight_grad, deep_gemm.grouped_weight_grad, shape, layout)
+                tasks += [partial(run, 1), partial(run, 2)]
     on_hopper = quantize.on_hopper(experts)
     gluon = [grouped_gemm.HOPPER_TILE] if on_hopper else []
     for shape in gemm_shapes().values():
@@ -78,10 +80,10 @@ def _run_gemm(function: Callable[..., object], shape: tuple[int, int], layout: A
 
     from ppruntime.models.kernels.quantize import Quantized, pool_rows_like
 
-    outs, ins = shape
+    (outs, ins), num = shape, len(layout.count_E)
     x = pool_rows_like(layout.pair_P, layout.num_rows, ins)
-    data = torch.zeros(EXPERTS, outs, ins, device="cuda", dtype=torch.uint8)
-    scale = torch.ones(EXPERTS, outs // 128, ins // 128, device="cuda")
+    data = torch.zeros(num, outs, ins, device="cuda", dtype=torch.uint8)
+    scale = torch.ones(num, outs // 128, ins // 128, device="cuda")
     function(x, Quantized(data.view(torch.float8_e4m3fn), scale), layout)
 
 
@@ -101,7 +103,7 @@ def _run_weight_grad(
         columns_like(layout.pair_P, layout.num_rows, channels, tile_scales=tiled)
         for channels, tiled in zip(shape, tiles, strict=True)
     )
-    accumulator = torch.zeros(EXPERTS, *shape, device="cuda")
+    accumulator = torch.zeros(len(layout.count_E), *shape, device="cuda")
     function(accumulator, [WeightGradOperands(left, right, layout)] * num)
 
 
@@ -126,27 +128,42 @@ def _run_layer() -> None:
             experts(x, routing, weights).sum().backward()
 
 
-def routings() -> dict[str, tuple[int, Any]]:
-    """Per shape: rows of x, and their experts.
+class Routed(NamedTuple):
+    """One shape: how many experts there are, and those of each row of x."""
+
+    num_experts: int
+    experts_NK: Any
+
+
+SHAPES = ("balanced", "ep8", "random", "ep48", "ep96")
+
+
+def routings(device: str = "cuda") -> dict[str, Routed]:
+    """By shape:
 
     balanced   8,192 tokens, top 6 of 48: 1,024 rows per expert
     ep8        what one of 8 ranks receives of 65,536 tokens that spread over 384 experts: 49,152
                rows, each for one of its 48 experts, 1,024 per expert
     random     8,192 tokens, 6 random ones of 48
+    ep48       what one of 48 ranks with 16,384 tokens each receives: 8 experts, 12,288 rows each
+    ep96       the same of 96 ranks: 4 experts, 24,576 rows each
     """
     import torch
 
     from ppruntime.models.router import balanced_experts
 
-    pairs = torch.arange(TOKENS * PER_TOKEN, device="cuda")
-    spread = balanced_experts(8 * TOKENS, 8 * EXPERTS, PER_TOKEN, device="cuda").flatten()
+    pairs = torch.arange(TOKENS * PER_TOKEN, device=device)
+    spread = balanced_experts(8 * TOKENS, 8 * EXPERTS, PER_TOKEN, device=device).flatten()
     received = spread[spread < EXPERTS].view(-1, 1)
-    generator = torch.Generator("cuda").manual_seed(0)
-    scores = torch.rand(TOKENS, EXPERTS, generator=generator, device="cuda")
+    generator = torch.Generator(device).manual_seed(0)
+    scores = torch.rand(TOKENS, EXPERTS, generator=generator, device=device)
+    of_many = torch.arange(2 * TOKENS * PER_TOKEN, device=device).view(-1, 1)
     return {
-        "balanced": (TOKENS, (pairs % EXPERTS).view(TOKENS, PER_TOKEN)),
-        "ep8": (len(received), received),
-        "random": (TOKENS, scores.argsort(-1)[:, :PER_TOKEN].contiguous()),
+        "balanced": Routed(EXPERTS, (pairs % EXPERTS).view(TOKENS, PER_TOKEN)),
+        "ep8": Routed(EXPERTS, received),
+        "random": Routed(EXPERTS, scores.argsort(-1)[:, :PER_TOKEN].contiguous()),
+        "ep48": Routed(8, of_many % 8),
+        "ep96": Routed(4, of_many % 4),
     }
 
 

@@ -8,10 +8,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from ppruntime.config import ConfigError, load
 from ppruntime.launch.bench_moe_pairs import USUAL, splits
 from ppruntime.launch.bench_moe_ranks import _BASE, chosen, variants
+from ppruntime.launch.bench_moe_shapes import SHAPES, routings
 
 SMALL = (
     "model.hidden_size=128",
@@ -37,6 +39,20 @@ def test_every_variant_is_a_config_of_its_own_and_the_first_is_the_yardstick():
         except ConfigError as error:
             raise AssertionError(f"{variant.name}: {error}") from error
         assert config.model.dims.num_experts == 96
+
+
+def test_shapes_have_the_rows_and_experts_that_a_rank_of_so_many_gets():
+    made = routings("cpu")
+    assert tuple(made) == SHAPES
+    rows = {
+        name: torch.bincount(shape.experts_NK.flatten(), minlength=shape.num_experts).tolist()
+        for name, shape in made.items()
+    }
+    assert rows["balanced"] == rows["ep8"] == [1024] * 48
+    assert rows["ep48"] == [12_288] * 8
+    assert rows["ep96"] == [24_576] * 4
+    assert len(rows["random"]) == 48
+    assert sum(rows["random"]) == 49_152
 
 
 @pytest.mark.long
