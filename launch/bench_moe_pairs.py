@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ppruntime.lanes import Lanes, OneLane, open_lanes
 from ppruntime.launch.bench_moe_record import Row
-from ppruntime.models.dispatch import Checked
+from ppruntime.models.dispatch import check_waits
 from ppruntime.models.router import Routing
 
 if TYPE_CHECKING:
@@ -84,9 +84,7 @@ class PairedLayer:
         self.prepare(overlap=overlap)
         self.run(overlap=overlap, split=split)
         self._bench.synchronize()
-        for layer in self._layers:
-            if isinstance(layer.dispatcher, Checked):
-                layer.dispatcher.check()
+        check_waits(layer.dispatcher for layer in self._layers)
         found = [self._y[1].detach(), *grads]
         for leaf in (*self._x, *(routing.weights_NK for routing in self._routings)):
             assert leaf.grad is not None

@@ -32,7 +32,7 @@ from ppruntime.launch import bench_moe_pairs
 from ppruntime.launch.bench_moe_record import Recorder, Row, distance
 from ppruntime.launch.records import end_in_order
 from ppruntime.models.all_to_all import AllToAll
-from ppruntime.models.dispatch import AnyExperts, Dispatcher
+from ppruntime.models.dispatch import AnyExperts, Dispatcher, check_waits
 from ppruntime.models.expert_rows import expert_layout
 from ppruntime.models.fp8_experts import Fp8Options
 from ppruntime.models.fp8_wire import packed, to_wire
@@ -222,6 +222,7 @@ class Bench(Recorder):
         flops = 6.0 * rows * self.dims.hidden_size * self.dims.expert_width
         self._time("forward", layers, self._forward, flops)
         self._time("fwd + bwd", layers, self._both, 3 * flops)
+        check_waits(layer.dispatcher for layer in layers)
 
     def _forward(self, layer: Layer) -> None:
         with torch.no_grad():

@@ -63,7 +63,7 @@ from ppruntime.launch.stand_ins import (
 from ppruntime.launch.torch_pipeline import TorchPipeline
 from ppruntime.linear_options import choose_linears
 from ppruntime.models.carry import MicroBatch
-from ppruntime.models.dispatch import Checked, Dispatcher
+from ppruntime.models.dispatch import Dispatcher, check_waits
 from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.profiling import (
     MeasuredStep,
@@ -485,9 +485,7 @@ class _Bench:
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize()
         took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-        for dispatcher in self.dispatchers.values():
-            if isinstance(dispatcher, Checked):
-                dispatcher.check()
+        check_waits(dict.fromkeys(self.dispatchers.values()))
         for stage in self.stages.values():
             stage.flush_weight_grads()
             reduce_grads(list(stage.units), self.ranks.data_group)

@@ -23,7 +23,7 @@ from 0 to P-1. Shape letters: N tokens, K experts per token, E experts, D model 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
@@ -110,6 +110,15 @@ class Checked(Protocol):
         """After the last layer of a step or an evaluation, before its gradients or losses are
         used: raises, alike on all ranks of the group. The host waits for the device. A collective.
         """
+
+
+def check_waits(dispatchers: Iterable[Dispatcher]) -> None:
+    """Raises what the device of one of these has given up on, before anything is made of what it
+    computed. A collective of their groups; whoever runs layers calls it behind the last one, whose
+    waits no later forward would tell of."""
+    for dispatcher in dispatchers:
+        if isinstance(dispatcher, Checked):
+            dispatcher.check()
 
 
 class AllHere:

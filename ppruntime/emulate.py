@@ -36,6 +36,7 @@ from ppruntime.gemm_budget import with_gemm_budget
 from ppruntime.linear_options import choose_linears
 from ppruntime.messages import gather_bytes
 from ppruntime.models.carry import DIFFERENTIABLE
+from ppruntime.models.dispatch import Dispatcher, check_waits
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut
 from ppruntime.profiling import align_clocks
@@ -133,7 +134,8 @@ def emulate(
     on_cuda = device.type == "cuda"
     if on_cuda:
         gc.collect()  # an emulation before this one may lie in cycles, and would count in the peak
-    stage = _build(config, plan[rank], ranks)
+    dispatcher = open_dispatcher(config, ranks, timeout_seconds=config.pp.timeout_seconds)
+    stage = _build(config, plan[rank], ranks, dispatcher)
     refuse_zero_weights(stage, f"stage {rank}", ranks)
     if on_cuda:
         received = boundaries[rank - 1] if rank else None
@@ -175,6 +177,7 @@ def emulate(
         if on_cuda:
             torch.cuda.synchronize()
         took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        check_waits([dispatcher])
         times = executor.op_times()
         stage.flush_weight_grads()
         reduce_grads(list(stage.units), ranks.data_group)
@@ -191,7 +194,7 @@ def emulate(
     return _emulation(config, order, present, boundaries, all_times, replayed, peaks, step_s)
 
 
-def _build(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
+def _build(config: Config, plan: StagePlan, ranks: Ranks, dispatcher: Dispatcher) -> Stage:
     """As `build.build_pipeline` does: with the run's backends, experts over its expert ranks.
     Weights are drawn on the device: times do not depend on their bits."""
     return build_stage(
@@ -199,7 +202,7 @@ def _build(config: Config, plan: StagePlan, ranks: Ranks) -> Stage:
         plan,
         ranks,
         experts=choose_experts(config),
-        dispatcher=open_dispatcher(config, ranks, timeout_seconds=config.pp.timeout_seconds),
+        dispatcher=dispatcher,
         linears=choose_linears(config),
         draw_on_device=True,
     )

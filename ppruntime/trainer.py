@@ -19,7 +19,7 @@ from ppruntime.memory_watch import MemoryWatch
 from ppruntime.messages import any_rank
 from ppruntime.models.carry import MicroBatch
 from ppruntime.models.dims import UnitKind, UnitSpec, unit_parameters, unit_specs
-from ppruntime.models.dispatch import Checked
+from ppruntime.models.dispatch import check_waits
 from ppruntime.models.router import Router, updated_bias
 from ppruntime.models.update_rules import update_rule
 from ppruntime.nonfinite import Skips, is_finite
@@ -123,7 +123,7 @@ class Trainer:
             set_lr(self._optimizer, self._lr(index))
             applied = ApplyInBackward(pipeline, self._optimizer, self._ranks.data_group)
         pipeline.training.run(self._batches(index, data), stage_done=applied, watch=watch)
-        self._check_dispatchers()
+        check_waits(pipeline.dispatchers)
         for stage in pipeline.stages.values():
             stage.flush_weight_grads()
         reduce_grads(units, self._ranks.data_group)
@@ -157,17 +157,11 @@ class Trainer:
         for index in range(num_steps):
             self._reset_stages(loss_seed=0.0)
             self.pipeline.evaluation.run(self._batches(index, data))
-            self._check_dispatchers()
+            check_waits(self.pipeline.dispatchers)
             valid = data.num_valid(index)
             total += self._mean_losses(1)[0]
             num_valid += valid
         return total / max(1, num_valid)
-
-    def _check_dispatchers(self) -> None:
-        """Raises what a dispatcher's device gave up on, before anything of it is used."""
-        for dispatcher in self.pipeline.dispatchers:
-            if isinstance(dispatcher, Checked):
-                dispatcher.check()
 
     def _batches(self, step: int, data: Batches) -> list[MicroBatch]:
         """This data rank's micro-batches, on its device."""
