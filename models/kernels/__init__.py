@@ -70,6 +70,16 @@ def unavailable_reason(kind: str) -> str | None:
     return None
 
 
+def hopper_reason(asked: str, remedy: str) -> str | None:
+    """Why what was `asked` for, a key and its value, cannot run on this device if it runs on Hopper
+    alone, which no interpreter plays; None if it can. `remedy`, own kernels, is named where those
+    run."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        return None
+    reason = f"{asked} needs a Hopper GPU (sm_90)"
+    return reason if unavailable_reason("triton") is not None else f"{reason}; {remedy}"
+
+
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ppruntime.models import kernels
@@ -91,14 +90,15 @@ def unavailable_reason(backend: ExpertBackend) -> str | None:
     # The reference shares the kernels' files and types, not their device.
     if backend is ExpertBackend.REFERENCE and find_spec("triton") is not None:
         return None
-    reason = kernels.unavailable_reason("triton")
+    asked = f'moe.compute.backend = "{backend.value}"'
+    if backend is ExpertBackend.DEEP_GEMM:
+        reason = kernels.hopper_reason(asked, _REMEDY)
+        if reason is not None:
+            return reason
+    reason = kernels.unavailable_reason("triton")  # the passes around the products are ours
     if reason is not None:
-        return f'moe.compute.backend = "{backend.value}": {reason}'
-    if backend is ExpertBackend.TRITON:
-        return None
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        return f'moe.compute.backend = "deep_gemm" needs a Hopper GPU (sm_90); {_REMEDY}'
-    return _deep_gemm_reason()
+        return f"{asked}: {reason}"
+    return None if backend is ExpertBackend.TRITON else _deep_gemm_reason()
 
 
 def _deep_gemm_reason() -> str | None:

@@ -95,14 +95,16 @@ def unavailable_reason(backend: LinearBackend) -> str | None:
     """Why the backend cannot run here, in a sentence that says what to do; None if it can."""
     if backend is LinearBackend.REFERENCE and find_spec("triton") is not None:
         return None  # it shares the kernels' files, not their device
+    asked, remedy = f'{_KEY} = "{backend.value}"', f'use {_KEY} = "triton" to run without it'
+    if backend not in (LinearBackend.TRITON, LinearBackend.REFERENCE):
+        reason = kernels.hopper_reason(asked, remedy)
+        if reason is not None:
+            return reason
     reason = kernels.unavailable_reason("triton")  # the casts are ours
     if reason is not None:
-        return f'{_KEY} = "{backend.value}": {reason}'
+        return f"{asked}: {reason}"
     if backend is LinearBackend.TRITON:
         return None
-    remedy = f'use {_KEY} = "triton" to run without it'
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        return f'{_KEY} = "{backend.value}" needs a Hopper GPU (sm_90); {remedy}'
     if backend is not LinearBackend.DEEP_GEMM and (reason := _scaled_mm_reason()) is not None:
         return f"{reason}; {remedy}"
     if backend is not LinearBackend.SCALED_MM:
