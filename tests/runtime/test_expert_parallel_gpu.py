@@ -43,3 +43,32 @@ def test_two_gpus_with_half_of_the_experts_each_train_as_one_does(way, mode, bac
     for step, other, (of_loss, of_norm) in zip(two, alone, bounds, strict=True):
         assert step.loss == pytest.approx(other.loss, rel=of_loss)
         assert step.grad_norm == pytest.approx(other.grad_norm, rel=of_norm)
+
+
+FP8_THROUGHOUT = (
+    *("model.expert_width=128", "model.q_lora_rank=128", "model.o_lora_rank=64"),
+    *("moe.compute.backend=triton", "kernels.linear=triton"),
+    *("pp.size=2", "train.num_micro_batches=3", "train.steps=3"),
+    # What sums in no order by itself.
+    *("model.num_heads=16", "kernels.attention=triton", "kernels.attention_deterministic=true"),
+    "kernels.engram=triton",
+)
+
+
+def test_a_pipeline_in_fp8_keeps_its_bits_however_weight_gradients_are_put_off_and_fused(gpu_steps):
+    """Losses and norms of three steps: 1F1B-W or not, one micro-batch a launch or two."""
+    told = {
+        (schedule, num): [
+            (step.loss, step.grad_norm)
+            for step in gpu_steps(
+                2,
+                *FP8_THROUGHOUT,
+                f"pp.schedule={schedule}",
+                f"moe.compute.fused_wgrad_micro_batches={num}",
+            )
+        ]
+        for schedule in ("1f1b", "1f1b_w")
+        for num in (1, 2)
+    }
+    for how, steps in told.items():
+        assert steps == told["1f1b", 1], how

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fp8_cases import ON_GPU  # has kernels interpreted where there is no GPU, here and in ranks
-from small_runs import train
+from small_runs import checkpoint_digest, train
 
 from ppruntime.compare import compare_metrics
 from ppruntime.config import ConfigError, load
@@ -78,6 +78,28 @@ def test_a_pipeline_with_put_off_and_fused_weight_gradients_follows_the_recipe(t
     for step, other in zip(steps, expected, strict=True):
         assert step.loss == pytest.approx(other.loss, rel=1e-4)
         assert step.grad_norm == pytest.approx(other.grad_norm, rel=1e-3)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="two ranks, and this may be one GPU")
+def test_weight_gradients_put_off_or_added_two_at_once_change_no_bit_of_a_pipelines_run(
+    tmp_path, run_ranks
+):
+    """Three micro-batches: one is left over where two are added at once."""
+    told = {}
+    for schedule in ("1f1b", "1f1b_w"):
+        for num in (1, 2):
+            how = (f"pp.schedule={schedule}", f"moe.compute.fused_wgrad_micro_batches={num}")
+            run_dir = tmp_path / f"{schedule}-{num}"
+            run_ranks(
+                2, train_by_recipe, str(run_dir), (*PIPELINE, "train.num_micro_batches=3", *how)
+            )
+            told[schedule, num] = run_dir
+    plain = told["1f1b", 1]
+    for how, run_dir in told.items():
+        assert compare_metrics(run_dir / "metrics.jsonl", plain / "metrics.jsonl").equal, how
+        assert checkpoint_digest(run_dir) == checkpoint_digest(plain), how
 
 
 def train_kept_and_freed(rank: int, folder: str) -> list[int]:
