@@ -32,7 +32,7 @@ DIMS = replace(
 NAMES = ("y", "dx", "dp", "dW13", "dW2")
 
 
-def open_layer(rank):
+def open_layer(rank, **options):
     """The fused dispatcher of this rank and the exchange that it shares with an all-to-all. No wait
     is longer than the time that a rank may need for its kernels."""
     from ppruntime.experts.arena import open_arena
@@ -48,7 +48,7 @@ def open_layer(rank):
     store = dist.distributed_c10d._get_default_store()
     device = torch.device("cuda", rank)
     arena = open_arena(shape, (0, 1), rank, device, store, timeout_seconds=40)
-    return MegaMoe(exchange, arena, MegaMoeOptions(num_sms=16)), exchange
+    return MegaMoe(exchange, arena, MegaMoeOptions(num_sms=16, **options)), exchange
 
 
 def close_layer(mega):
@@ -258,6 +258,56 @@ def test_both_ranks_hear_in_the_next_forward_what_one_gave_up():
     one, other = run_in_pool(2, hear_of_a_late_peer, timeout_seconds=GPU_SECONDS)
     assert one == other
     assert "rank 0 waited too long for rank 1" in one
+
+
+def overflow(rank: int):
+    """What a rank is told where all rows go to rank 0, which may not keep so many; and the rows
+    that it gets in a forward after that."""
+    from ppruntime.models.mega_moe_rules import PoolOverflow
+
+    mega, _ = open_layer(rank, capacity_factor=1.0)
+    x, _, weights, grad = (t.expand(TOKENS, -1) for t in random_batch(2, 0))
+    first = torch.arange(PER_TOKEN, device="cuda").expand(TOKENS, -1)
+    text = ""
+    try:
+        mega.run(bf16_forward(mega, (x.contiguous(), first.contiguous(), weights, grad)))
+    except PoolOverflow as error:
+        text = str(error)
+    spread = (torch.arange(TOKENS * PER_TOKEN, device="cuda") % EXPERTS).view(TOKENS, PER_TOKEN)
+    _, kept = mega.run(bf16_forward(mega, (x.contiguous(), spread, weights, grad)))
+    mega.check()
+    num_rows = int((kept.home_R >= 0).sum())
+    close_layer(mega)
+    return text, num_rows
+
+
+def test_too_many_rows_for_one_rank_end_both_with_one_text_and_nothing_on_the_device():
+    (one, rows), (other, other_rows) = run_in_pool(2, overflow, timeout_seconds=GPU_SECONDS)
+    assert one == other
+    assert "rank 0 of the expert group would get 2560 rows" in one
+    assert "capacity_factor = 1 allows 2304" in one
+    assert rows == other_rows == TOKENS * PER_TOKEN
+
+
+def run_beside_all_reduces(rank: int, num: int):
+    """Forwards beside NCCL's kernels on a stream of their own, which need multiprocessors too."""
+    mega, _ = open_layer(rank)
+    numbers, side = torch.ones(1 << 24, device="cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for seed in range(num):
+        with torch.cuda.stream(side):
+            dist.all_reduce(numbers)
+            numbers /= 2
+        mega.run(bf16_forward(mega, random_batch(seed, rank)))
+    mega.check()
+    torch.cuda.synchronize()
+    found = numbers.unique().tolist()
+    close_layer(mega)
+    return found
+
+
+def test_forwards_beside_collectives_of_nccl_all_end():
+    assert run_in_pool(2, run_beside_all_reduces, 100, timeout_seconds=GPU_SECONDS) == [[1.0]] * 2
 
 
 # The widths from above: their kernels are compiled once.
