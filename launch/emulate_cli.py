@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from ppruntime.launch import cuda_environment
+from ppruntime.launch.outputs import check_output
 from ppruntime.launch.run_files import files_and_overrides
+from ppruntime.launch.whole_numbers import Whole
 from ppruntime.projection.projector import ProjectionError
 
 if TYPE_CHECKING:
@@ -33,9 +35,9 @@ def emulate(
     costs: str | None = None,
     calibration: Path | None = None,
     hop_s: float = 0.0,
-    steps: int = 3,
+    steps: Whole = 3,
     boundaries: Path | None = None,
-    keep: int = 2,
+    keep: Whole = 2,
     one_by_one: Annotated[bool, _PLAIN] = False,
     few_samples: Annotated[bool, _PLAIN] = False,
 ) -> int:
@@ -88,6 +90,7 @@ def emulate(
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != needed:
         return _say_how(needed, started)
+    check_output("--out", out, makes_folder=True)
     os.environ.update(cuda_environment.left_out())
     return _run(config, jobs, out, costs, calibration, hop_s, steps, boundaries, keep, few_samples)
 

@@ -23,6 +23,7 @@ from ppruntime.launch.project_numbers import (
     pipeline_numbers,
 )
 from ppruntime.launch.projected_job import Projected, asked_job
+from ppruntime.launch.whole_numbers import MaybeWhole
 from ppruntime.projection.projector import (
     Job,
     Number,
@@ -49,7 +50,7 @@ def project(
     calibration: Path | None = None,
     costs: str | None = None,
     efficiency: float | None = None,
-    gpus: int | None = None,
+    gpus: MaybeWhole = None,
     tokens: Annotated[float, _SHORT] = 20e12,
     peak_flops: Annotated[float, _SHORT] = 989e12,
     global_batch_tokens: float | None = None,
@@ -60,7 +61,7 @@ def project(
     link: str | None = None,
     per_step_s: str | None = None,
     jitter: float | None = None,
-    seed: int | None = None,
+    seed: MaybeWhole = None,
     spread: str | None = None,
     failures_per_gpu_hour: float | None = None,
     checkpoint_s: float | None = None,

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from ppruntime.launch.intervals import spread_of, spread_words
+from ppruntime.launch.outputs import check_output
 from ppruntime.launch.project_numbers import calibration_words, goodput_numbers
 from ppruntime.launch.projected_job import Projected, asked_job
+from ppruntime.launch.whole_numbers import MaybeWhole
 from ppruntime.projection.projector import Origin, ProjectionError, positive
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ def simulate(
     calibration: Path | None = None,
     costs: str | None = None,
     efficiency: float | None = None,
-    gpus: int | None = None,
+    gpus: MaybeWhole = None,
     tokens: Annotated[float, _SHORT] = 20e12,
     peak_flops: Annotated[float, _SHORT] = 989e12,
     transfer_s: str | None = None,
@@ -40,10 +42,10 @@ def simulate(
     jitter: Annotated[float, _SHORT] = 0.0,
     stragglers: Annotated[float, _SHORT] = 0.0,
     stall: str | None = None,
-    seed: int | None = None,
-    replicas: int | None = None,
+    seed: MaybeWhole = None,
+    replicas: MaybeWhole = None,
     data_bandwidth: float | None = None,
-    offload_every: int | None = None,
+    offload_every: MaybeWhole = None,
     host_bandwidth: str | None = None,
     memory: Annotated[bool, _PLAIN] = False,
     spread: str | None = None,
@@ -143,11 +145,8 @@ def simulate(
             "--efficiency"
         )
     shares = spread_of(spread)
-    for option, path in (("--html", html), ("--trace", trace)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ProjectionError(
-                f"{option} {path}: there is no folder {path.parent}; make it or name another"
-            )
+    check_output("--html", html)
+    check_output("--trace", trace)
     asked = asked_job(arguments, gpus=gpus, tokens=tokens, peak_flops=peak_flops)
     config, job = asked.config, asked.job
     found = pipeline_parts(

@@ -465,3 +465,77 @@ def test_a_broken_pipe_that_is_not_the_output_is_not_hidden(monkeypatch):
             main(["version"])
     finally:
         sys.stdout.close()
+
+
+# Words that no command takes
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (
+            "project --mfu 30 --gpus 1536.5",
+            'Invalid value for --gpus: "1536.5" is no whole number; `ppruntime project --help` '
+            "says what it takes\n",
+        ),
+        ("validate --ranks 4 --ranks 8.5", '--ranks: "8.5" is no whole number; `ppruntime valid'),
+        ("simulate --replicas x", 'Invalid value for --replicas: "x" is no whole number; `pprun'),
+        ("schedule show 1f1b --ranks 2.5", 'Invalid value for --ranks: "2.5" is no whole numb'),
+        ("project --mfu abc", 'Invalid value for --mfu: unable to convert "abc" into float; `pp'),
+        ("project --mfoo 3", "Unknown option: --mfoo. Did you mean --mfu?; `ppruntime project --"),
+        ("validate --only v9", 'Invalid value "v9" for --only. Choose from: "v0", "v1", "v2"; `p'),
+        ("projct --mfu 3", 'Unknown command "projct". Did you mean "project"?'),
+    ],
+)
+def test_words_that_cannot_be_read_are_one_sentence_and_exit_2(words, complaint, capsys):
+    """1,536.5 GPUs were 1,536: the parser alone rounds."""
+    assert main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(complaint)
+
+
+def test_whole_numbers_may_be_written_with_a_point(command):
+    assert json.loads(command("--mfu 30 --gpus 1536.0 --json")[1])["gpus"] == 1536
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ("headline --out {}", "--out"),
+        ("validate --only v0 --out {}", "--out"),
+        ("validate --only v0 --out v.json --predictions {}", "--predictions"),
+        ("simulate --costs 1,1,1 --html {}", "--html"),
+        ("simulate --costs 1,1,1 --trace {}", "--trace"),
+        ("calibrate {tiny} pp.size=1 --out {}", "--out"),
+        ("emulate {tiny} --stages 0 --costs 1,1,1 --out {}", "--out"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_the_work(
+    words, option, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    tiny = ROOT / "launch" / "configs" / "tiny.toml"
+    for path, complaint in (
+        (tmp_path, f"{option} {tmp_path} is a folder; name a file in it\n"),
+        ("/proc/no", f"{option} /proc/no: nothing can be written in /proc ("),
+    ):
+        assert main(words.format(path, tiny=tiny).split()) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith(complaint)
+
+
+def test_a_record_elsewhere_leaves_the_predictions_of_others_alone(tmp_path, monkeypatch):
+    """They were emptied in docs/bench, wherever the record went."""
+    monkeypatch.chdir(tmp_path)
+    of_record = tmp_path / "docs" / "bench" / "validation-predictions.jsonl"
+    of_record.parent.mkdir(parents=True)
+    of_record.write_text("{}\n")
+    assert main(["validate", "--only", "v0", "--out", "mine.json"]) == 0
+    assert of_record.read_text() == "{}\n"
+    assert json.loads((tmp_path / "mine.json").read_text())["predictions"] == (
+        "mine-predictions.jsonl"
+    )
+    assert (tmp_path / "mine-predictions.jsonl").exists()
