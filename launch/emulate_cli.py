@@ -188,16 +188,19 @@ def _absent_costs(
     """Seconds of all stages; those of present ones are not looked at."""
     from ppruntime.plan import cut
     from ppruntime.projection.calibration import read_calibration
+    from ppruntime.projection.pipeline import check_fits
     from ppruntime.schedules.costs import Costs, parse_costs
 
     stage_to_rank = range(config.pp.size)
     if costs is not None:
         return parse_costs(costs, stage_to_rank)
     assert calibration is not None, "one of the two is given"
-    known = {row.stage: row for row in read_calibration(calibration).stages}
+    found = read_calibration(calibration)
     plan = cut(
         config.model.dims, stage_to_rank, config.pp.layers_per_stage, seq_len=config.train.seq_len
     )
+    check_fits(config, plan, found)
+    known = {row.stage: row for row in found.stages}
     one = len(jobs) == 1
     missing = [s.index for s in plan if s.index not in known and not (one and s.index in jobs[0])]
     if missing:

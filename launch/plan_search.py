@@ -83,8 +83,8 @@ def search(
         global_batch_tokens=float(config.global_batch_size * config.train.seq_len),
     )
     source = (
-        "kernel records in docs/bench: experts and attention cores measured on one GPU, the rest "
-        "modelled or assumed"
+        f"kernel records in {benches or 'docs/bench'}: halves of layers measured on one GPU, the "
+        "rest modelled or assumed"
         if calibration is None
         else f"{calibration}, of {known.date} on {known.device}"
     )

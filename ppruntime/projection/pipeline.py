@@ -205,7 +205,7 @@ def stage_costs(
     """
     whole = {row.stage: row for row in calibration.stages} if calibration else {}
     if calibration:
-        _check_fits(config, plan, calibration)
+        check_fits(config, plan, calibration)
     costs = []
     used_efficiency = False
     for stage in plan:
@@ -269,8 +269,9 @@ def hop_costs(
     return tuple(hops)
 
 
-def _check_fits(config: Config, plan: Sequence[StagePlan], calibration: Calibration) -> None:
-    """Times of another model, batch or cut are not this run's."""
+def check_fits(config: Config, plan: Sequence[StagePlan] | None, calibration: Calibration) -> None:
+    """Raises ProjectionError for times of another model, batch or cut, which are not this run's;
+    `plan` is its cut, None where the cut is still to be found."""
     here = (
         ("model", config.model.name, calibration.model, "model.name"),
         ("seq_len", config.train.seq_len, calibration.seq_len, "train.seq_len"),
@@ -288,7 +289,9 @@ def _check_fits(config: Config, plan: Sequence[StagePlan], calibration: Calibrat
                 f"the calibration is for {name} {timed}, the run has {run}; set {key}={timed} or "
                 "calibrate the run"
             )
-    if calibration.stages and calibration.layers_per_stage != tuple(s.num_layers for s in plan):
+    if plan is None or not calibration.stages:
+        return
+    if calibration.layers_per_stage != tuple(s.num_layers for s in plan):
         cut = ", ".join(f"{layers:g}" for layers in calibration.layers_per_stage or ())
         raise ProjectionError(
             f"the calibration timed stages of {cut} layers; set pp.layers_per_stage=[{cut}] or "

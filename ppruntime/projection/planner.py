@@ -191,5 +191,6 @@ def _nothing_fits(task: Task) -> str:
         f"no cut into {task.num_stages} stages fits {task.memory_bytes / 1e9:.4g} GB a rank: on "
         f"average {task.reserved_bytes / 1e9:.3g} GB are reserved, {static / 1e9:.4g} GB lie there "
         f"throughout and {held / 1e9:.3g} GB are kept of each micro-batch in flight; raise "
-        "--memory-gb, dp or pp.size, or allow --host-bandwidth"
+        "--memory-gb, parallel.dp or pp.size"
+        + ("" if task.host_bytes_per_s else ", or allow offload with --host-gb-per-s")
     )

@@ -120,8 +120,10 @@ def test_a_host_makes_room_for_what_the_device_cannot_hold():
         reserved_bytes=0.0,
         orders=("1f1b",),
     )
-    with pytest.raises(ProjectionError, match="or allow --host-bandwidth"):
+    with pytest.raises(ProjectionError, match="or allow offload with --host-gb-per-s"):
         find_plans(task)
+    with pytest.raises(ProjectionError, match=r"parallel\.dp or pp\.size$"):
+        find_plans(replace(task, memory_bytes=1.0, host_bytes_per_s=2.0))
     best = find_plans(replace(task, host_bytes_per_s=2.0)).plans[0]
     moved = [stage.offloaded_bytes for stage in best.stages]
     assert moved[0] > 0
@@ -174,6 +176,25 @@ def test_a_search_from_a_calibration_says_what_share_of_it_was_measured(tmp_path
         f"{path}, of 2026-01-01 on H200; whole units count as their weakest part: 49 % measured, "
         "0 % modelled, 51 % assumed\n"
     ) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("key", "complaint"),
+    [
+        ("train.seq_len=4096", "is for seq_len 8192, the run has 4096; set train.seq_len=8192"),
+        ("parallel.ep=2", "is for ep 1, the run has 2; set parallel.ep=1 or calibrate the run"),
+        ("train.micro_batch_size=2", "is for micro_batch_size 1, the run has 2; set train.micro"),
+        ("model.name=v4-proxy-8", "is for model v41-proxy-8, the run has v4-proxy-8; set model"),
+    ],
+)
+def test_a_search_takes_no_times_of_another_run(key, complaint, capsys):
+    """Times of 8,192 tokens made a plan for 4,096 of the half MFU, measured as it said."""
+    proxy = FULL.with_name("v41-proxy-8.toml")
+    calibration = str(BENCHES / "calibration.json")
+    assert main(["plan", "--search", str(proxy), key, "--calibration", calibration]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert complaint in err
 
 
 def test_a_plans_overrides_are_the_run_that_it_planned():
