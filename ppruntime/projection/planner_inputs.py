@@ -139,10 +139,15 @@ def _hop(
     links = sorted({row.link for row in calibration.transfers})
     chosen = link if link is not None else (links[0] if len(links) == 1 else None)
     rows = [row for row in calibration.transfers if row.link == chosen]
-    if not rows:
+    if not links:
         raise ProjectionError(
-            f"the calibration has links {', '.join(links) or 'none'}; choose one with --link, or "
-            "add transfers"
+            "the calibration has no transfers; add them with ppruntime calibrate on two pipeline "
+            "ranks"
+        )
+    if not rows:
+        missing = "" if link is None else f"no link {link}, but "
+        raise ProjectionError(
+            f"the calibration has {missing}links {', '.join(links)}; choose one with --link"
         )
     train = config.train
     sizes = [
@@ -155,4 +160,4 @@ def _hop(
         )
         for spec in specs[:-1]
     ]
-    return transfer_seconds(rows, max(sizes))[0]
+    return transfer_seconds(rows, max(sizes)).seconds

@@ -297,7 +297,10 @@ def test_a_second_job_computes_the_bits_of_the_whole_pipeline_on_what_the_first_
         for name, expected in ((f"forward-0-{m}.pt", outputs), (f"backward-1-{m}.pt", grads)):
             kept = torch.load(folder / name, weights_only=True)
             assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True)), name
-    sources = [emulation.stages[0].source.rpartition("; ")[2] for emulation in found]
+    rows = [emulation.stages[0] for emulation in found]
+    assert not any(row.whole_backwards for row in rows), "1f1b_w has I and W apart"
+    assert "stage 0 of 2 alone, no transfer in flight" in rows[0].source
+    sources = [row.source.rpartition("; ")[2] for row in rows]
     assert sources == [f"what came from absent stages was {how}" for how in _CAME]
 
 
