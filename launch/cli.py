@@ -96,7 +96,7 @@ def train(*arguments: Argument) -> int:
     return 2
 
 
-_MEMORY_GB, _RESERVED_GB, _TRANSPORT, _PEAK_FLOPS = 139.0, 10.0, "put", 989e12
+_MEMORY_GB, _RESERVED_GB, _PEAK_FLOPS = 139.0, 10.0, 989e12
 
 
 @app.command
@@ -112,7 +112,7 @@ def plan(
     memory_gb: float = _MEMORY_GB,
     reserved_gb: float = _RESERVED_GB,
     host_gb_per_s: float = 0.0,
-    transport: str = _TRANSPORT,
+    transport: str | None = None,
     peak_flops: float = _PEAK_FLOPS,
 ) -> int:
     """Prints what each stage would hold and send, without starting anything.
@@ -141,7 +141,8 @@ def plan(
     host_gb_per_s
         With --search: to the host and back at once; 0 offloads nothing.
     transport
-        With --search: whose slow-down goes into the calibration made from kernel records.
+        With --search: whose slow-down of compute the steps are with; by default put's with kernel
+        records, with a calibration the run's pp.transport if it has that.
     peak_flops
         With --search: FLOP/s of one GPU that MFU is a share of.
     """
@@ -154,7 +155,7 @@ def plan(
         "--memory-gb": memory_gb != _MEMORY_GB,
         "--reserved-gb": reserved_gb != _RESERVED_GB,
         "--host-gb-per-s": host_gb_per_s != 0.0,
-        "--transport": transport != _TRANSPORT,
+        "--transport": transport is not None,
         "--peak-flops": peak_flops != _PEAK_FLOPS,
     }
     if not search and (given := [name for name, is_given in of_search.items() if is_given]):

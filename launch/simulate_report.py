@@ -83,6 +83,14 @@ class Report:
         return idle / self.simulation.pace.step_s
 
     @property
+    def bubble(self) -> str:
+        """`bubble_share` in words."""
+        rank = self.simulation.step.busiest
+        return (
+            f"bubble: the busiest rank, {rank}, waits {100 * self.bubble_share:.2f} % of the step"
+        )
+
+    @property
     def conditions(self) -> list[str]:
         """What was assumed around the pipeline."""
         around, noise = self.around, self.around.noise
@@ -104,7 +112,10 @@ class Report:
                 f"{around.data_source})"
             )
         else:
-            lines.append("data ranks: nothing said of their collectives beside --per-step-s")
+            lines.append(
+                "data ranks: nothing said of their collectives beside --per-step-s, so no others "
+                "are counted"
+            )
         if around.stage_bytes:
             lines.append("bytes are modelled by the model's sizes, without context and buffers")
         return [*lines, *self.facts]
@@ -192,8 +203,7 @@ def text(report: Report) -> str:
         ranks = [(*r, short_bytes(b)) for r, b in zip(ranks, step.peak_bytes, strict=True)]
     lines += [
         "",
-        f"bubble: the busiest rank, {step.busiest}, waits {100 * report.bubble_share:.2f} % of the "
-        "step",
+        report.bubble,
         "",
         "seconds per rank, pipeline alone",
         *text_table(headings, ranks),

@@ -178,6 +178,36 @@ def test_a_search_from_a_calibration_says_what_share_of_it_was_measured(tmp_path
     ) in capsys.readouterr().out
 
 
+def test_a_search_counts_what_the_transport_does_to_compute_or_says_that_it_does_not(capsys):
+    """--transport nccl and put gave one step."""
+    proxy = [str(FULL.with_name("v41-proxy-8.toml")), "parallel.dp=2", "--json"]
+    calibration = ["--calibration", str(BENCHES / "calibration.json")]
+
+    def found(*words: str) -> dict[str, object]:
+        assert main(["plan", "--search", *proxy, *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    def step(of: dict[str, object]) -> float:
+        return of["plans"][0]["step_s"]
+
+    nccl, put = (found("--transport", kind) for kind in ("nccl", "put"))
+    assert step(nccl) > step(put)
+    assert "(modelled: nccl: measured between two GPUs" in nccl["counted"][0]
+    assert put["plans"][0]["step_s"] >= put["bounds"]["step_s"]
+    run, other = (found(*calibration, f"pp.transport={kind}") for kind in ("put", "auto"))
+    assert step(run) > step(other)
+    assert "compute slowed down by 19.3 %" in run["counted"][0]
+    assert "not counted: what transfers do to compute; --transport" in other["counted"][0]
+    assert "not counted: gather and reduce over 2 data ranks" in other["counted"][1]
+    for file, kind, complaint in (
+        ("calibration.json", "nccl", "only of put; leave it out, or add it with ppruntime"),
+        ("calibration-put.json", "put", "the calibration has no transfers; add them with ppr"),
+    ):
+        words = ["--calibration", str(BENCHES / file), "--transport", kind]
+        assert main(["plan", "--search", *proxy, *words]) == 2
+        assert complaint in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("key", "complaint"),
     [

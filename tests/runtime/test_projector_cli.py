@@ -315,6 +315,25 @@ def test_one_stage_has_no_hops_and_a_v_has_one_for_free(command):
     assert numbers["hop1.forward_s"]["source"] == "both stages are on one rank"
 
 
+def test_what_a_projection_leaves_out_is_said_above_its_numbers(command):
+    """The share that was measured is of what is counted, and that may lack a transport's slow-down
+    and all that data ranks send each other."""
+    calibration = ROOT / "docs" / "bench" / "calibration.json"
+    run = f"{ROOT}/launch/configs/v41-proxy-8.toml ac.mode=none pp.size=2 "
+    run += f"--calibration {calibration} --gpus "
+    slowed = "not counted: the calibration says what transfers do to compute (put 19.3 % while"
+    collectives = "not counted: reduce and gather over 8 data ranks, of which no per-step piece"
+    alone, several = (command(run + gpus)[1] for gpus in ("2", "16"))
+    assert slowed in alone
+    assert slowed in several
+    assert collectives not in alone
+    assert collectives in several
+    said = command(run + "16 --per-step-s reduce=0.1,gather=0.1")[1]
+    assert collectives.partition(":")[0] in said
+    assert "over 8 data ranks" not in said
+    assert any(slowed in fact for fact in json.loads(command(run + "16 --json")[1])["conditions"])
+
+
 def test_jitter_slows_the_step_down_and_is_labelled(command):
     start = f"{PIPELINE} --gpus 64 --costs 0.3,0.4,0.3 --transfer-s 0 --per-step-s 0 --json"
     calm, shaken = (json.loads(command(start + extra)[1]) for extra in ("", " --jitter 0.1"))
@@ -339,6 +358,16 @@ def test_jitter_slows_the_step_down_and_is_labelled(command):
         ("--mfu 30 --days 3", "a projection starts from one number, and --mfu, --days was given;"),
         ("--mfu 0.2894", "--mfu 0.2894 is under 1 %; it is in percent, so write 28.94 if that was"),
         ("--mfu -3", "--mfu is -3; give a number above 0"),
+        (
+            "--mfu 2894 --gpus 1536",
+            "--mfu 2894 is 2894 % MFU on 1,536 GPUs at 251,658,240 tokens a step, over 200 % of a "
+            "peak of 9.89e+14 FLOP/s, which no GPU does; correct one of them",
+        ),
+        ("--step-s 0.01 --gpus 1536", "--step-s 0.01 is 1.603e+05 % MFU on 1,536 GPUs at"),
+        (
+            "--efficiency 450 --transfer-s 0 --per-step-s 0",
+            "--efficiency 450 is over 200 % of the peak, which no GPU does; give a percentage of",
+        ),
         ("--step-s 0", "--step-s is 0; give a number above 0"),
         ("--mfu 30 --gpus 0", "--gpus is 0; give a number above 0"),
         (
