@@ -264,8 +264,10 @@ def memory_numbers(projection: Projection, peaks: Sequence[StagePeak]) -> dict[s
             held,
             "bytes",
             Origin.MODELLED,
-            "sizes of weights, gradients, optimizer and what is in flight, without context and "
-            f"buffers; assumed to be off by up to {100 * off:g} %",
+            "sizes of weights, gradients, optimizer and what is in flight, assumed to be off by "
+            f"up to {100 * off:g} %; without context, buffers, what is made again and what an op "
+            "needs for itself, some of which `ppruntime plan --ledger` has"
+            + ("; measured_peak is an emulation's, which has no optimizer" if peaks else ""),
             low=tuple((1 - off) * number for number in held),
             high=tuple((1 + off) * number for number in held),
         )
@@ -284,7 +286,7 @@ def calibration_words(known: Calibration | None, *, counted: bool = False) -> li
         return []
     words = [
         f"calibration: of {known.date} on {known.device}, ops timed with transport "
-        f"{known.transport}, routing {known.routing}, ep {known.ep}"
+        f"{known.transport}, routing {known.routing}, ep {known.ep}; made by: {known.command}"
     ]
     if known.slowdowns and not counted:
         rows = ", ".join(

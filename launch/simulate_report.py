@@ -98,7 +98,8 @@ class Report:
         lines = [
             f"transfers slow compute by {100 * slows.one_way:.3g} % one way and "
             f"{100 * slows.both_ways:.3g} % both ways, {100 * slows.blocking:.3g} % stands still "
-            f"({around.interference_origin}: {around.interference_source})",
+            f"({around.interference_origin}: {around.interference_source}); a rank's messages over "
+            "one link leave one after another",
             f"jitter {100 * noise.jitter:.3g} %, stragglers {100 * noise.rank_spread:.3g} % in "
             f"groups of {noise.group}, stalls {100 * noise.stall_probability:.3g} % of ops x "
             f"{noise.stall:g} s, seed {noise.seed}, "
@@ -117,7 +118,10 @@ class Report:
                 "are counted"
             )
         if around.stage_bytes:
-            lines.append("bytes are modelled by the model's sizes, without context and buffers")
+            lines.append(
+                "bytes are modelled by the model's sizes, without context, buffers, what is made "
+                "again and what an op needs for itself"
+            )
         return [*lines, *self.facts]
 
 

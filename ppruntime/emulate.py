@@ -231,7 +231,7 @@ def _peaks(ranks: Ranks, stage: int) -> tuple[StagePeak, ...]:
         allocated_bytes=torch.cuda.max_memory_allocated(),
         reserved_bytes=torch.cuda.max_memory_reserved(),
         origin="measured",
-        source="torch.cuda, over the measured steps",
+        source="torch.cuda, over the measured steps, where no optimizer is",
     )
     parts = gather_bytes(msgspec.json.encode(mine), ranks.pipeline_group)
     return tuple(msgspec.json.decode(part, type=StagePeak) for part in parts)

@@ -234,7 +234,7 @@ def test_a_measured_pipeline_has_a_narrow_interval_and_says_what_was_timed(comma
     numbers = json.loads(command(f"{start} --json")[1])["numbers"]
     assert numbers["step_s"]["high"] == pytest.approx(1.02 * numbers["step_s"]["value"])
     assert (
-        "calibration: of 2026-01-01 on none, ops timed with transport idle, routing spread, ep 8\n"
+        "calibration: of 2026-01-01 on none, ops timed with transport idle, routing spread, ep 8; "
         in command(start)[1]
     )
 
@@ -253,6 +253,8 @@ def test_a_pipelines_ranks_have_their_memory_and_what_was_measured_of_it(command
     assert (held["origin"], held["unit"]) == ("modelled", "bytes")
     assert all(a < b < c for a, b, c in zip(held["low"], held["value"], held["high"], strict=True))
     assert numbers["measured_peak.stage2"] == row | {"value": 91 * 10**9, "unit": "bytes"}
+    assert "measured_peak is an emulation's, which has no optimizer" in held["source"]
+    assert "without context, buffers, what is made again" in held["source"]
     text = command(start)[1]
     assert "rank_peak_bytes\n" in text
     assert re.search(r"^measured_peak.stage2 +91.0 GB bytes +measured +run 7$", text, re.MULTILINE)
@@ -331,6 +333,7 @@ def test_what_a_projection_leaves_out_is_said_above_its_numbers(command):
     said = command(run + "16 --per-step-s reduce=0.1,gather=0.1")[1]
     assert collectives.partition(":")[0] in said
     assert "over 8 data ranks" not in said
+    assert "; made by: ppruntime calibrate launch/configs/v41-proxy-8.toml launch/" in alone
     assert any(slowed in fact for fact in json.loads(command(run + "16 --json")[1])["conditions"])
 
 
