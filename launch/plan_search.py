@@ -220,6 +220,7 @@ def _text(
         "",
         "as overrides of a run:",
         *overrides(best, config),
+        *left_out(best),
         "",
     ]
     stages = [
@@ -255,6 +256,17 @@ def overrides(plan: Plan, config: Config) -> list[str]:
             lines.append("moe.compute.backend=auto")
         lines += _expert_overrides(plan)
     return lines
+
+
+def left_out(plan: Plan) -> list[str]:
+    """What the plan has and its overrides do not."""
+    moved = [str(index) for index, stage in enumerate(plan.stages) if stage.offloaded_bytes]
+    if not moved:
+        return []
+    return [
+        f"not among them: what stages {', '.join(moved)} offload, without which they do not fit; a "
+        "plan has it in bytes, pp.activation_offload by micro-batches"
+    ]
 
 
 def _mode_overrides(plan: Plan) -> list[str]:
@@ -344,6 +356,7 @@ def _json(
         return asdict(plan) | {
             "layers_per_stage": plan.layers_per_stage,
             "overrides": overrides(plan, config),
+            "not_in_overrides": left_out(plan),
             "mfu": 100 * job.at_step_s(plan.step_s).mfu,
             "mfu_between": _mfu_between(plan, job, shares),
         }

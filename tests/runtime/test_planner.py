@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ppruntime.config import load
 from ppruntime.launch.cli import main
-from ppruntime.launch.plan_search import BENCHES, overrides
+from ppruntime.launch.plan_search import BENCHES, left_out, overrides
 from ppruntime.models.dims import unit_specs
 from ppruntime.order import make_order
 from ppruntime.plan import cut
@@ -128,6 +128,10 @@ def test_a_host_makes_room_for_what_the_device_cannot_hold():
     moved = [stage.offloaded_bytes for stage in best.stages]
     assert moved[0] > 0
     assert moved[-1] == 0
+    (said,) = left_out(best)  # a run with the overrides alone would not fit
+    assert said.startswith("not among them: what stages 0")
+    calm = replace(task, memory_bytes=100.0)
+    assert left_out(find_plans(calm).plans[0]) == []
     assert max(moved) <= 2.0 * best.stages[0].work_s
     assert max(stage.peak_bytes for stage in best.stages) <= 12.0 + 1e-9
 
