@@ -16,11 +16,13 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ppruntime.launch import cuda_environment
+from ppruntime.launch.outputs import check_output
 from ppruntime.launch.records import write_record
 from ppruntime.launch.run_files import files_and_overrides
+from ppruntime.launch.whole_numbers import Whole
 from ppruntime.projection.projector import ProjectionError
 from ppruntime.typed_command import typed
-from ppruntime.validate import Ledger, Verdict
+from ppruntime.validate import Ledger, Verdict, predictions_beside
 
 if TYPE_CHECKING:
     from ppruntime.config import Config
@@ -33,9 +35,9 @@ STEP_LIMIT, CYCLE_LIMIT, MEMORY_LIMIT = 0.03, 0.02, 0.03
 def validate_run(
     *arguments: str,
     calibrate_with: str,
-    steps: int = 5,
+    steps: Whole = 5,
     out: Path = Path("docs/bench/validation-run.json"),
-    predictions: Path = Path("docs/bench/validation-run-predictions.jsonl"),
+    predictions: Path | None = None,
 ) -> int:
     """Predicts a run of this pipeline from another one, writes that down, and runs it.
 
@@ -53,7 +55,7 @@ def validate_run(
     out
         JSON file to write.
     predictions
-        File that gets each prediction, a JSON line, before its run.
+        File that gets each prediction, a JSON line, before its run; by default beside `out`.
     """
     from ppruntime.config import load
 
@@ -67,6 +69,9 @@ def validate_run(
             f"{calibration.world_size} ranks, --steps {steps}; start as many as both have, with 1 "
             "step or more"
         )
+    predictions = predictions or predictions_beside(out)
+    check_output("--out", out, makes_folder=True)
+    check_output("--predictions", predictions, makes_folder=True)
     os.environ.update(cuda_environment.left_out())
     return _validate(config, calibration, calibrate_with, steps, out, predictions)
 

@@ -231,7 +231,7 @@ def _peaks(ranks: Ranks, stage: int) -> tuple[StagePeak, ...]:
         allocated_bytes=torch.cuda.max_memory_allocated(),
         reserved_bytes=torch.cuda.max_memory_reserved(),
         origin="measured",
-        source="torch.cuda, over the measured steps",
+        source="torch.cuda, over the measured steps, where no optimizer is",
     )
     parts = gather_bytes(msgspec.json.encode(mine), ranks.pipeline_group)
     return tuple(msgspec.json.decode(part, type=StagePeak) for part in parts)
@@ -253,7 +253,11 @@ def _emulation(
     in_flight = peak_in_flight(order.computations)
     count = config.train.num_micro_batches
     transport = config.pp.transport
-    what = f"emulated stages {present.start}-{present.stop - 1} of {config.pp.size} on {transport}"
+    what = (
+        f"emulated stages {present.start}-{present.stop - 1} of {config.pp.size} on {transport}"
+        if len(present) > 1
+        else f"emulated stage {present.start} of {config.pp.size} alone, no transfer in flight"
+    )
     stages, means, cycles = [], [], []
     for place, stage in enumerate(present):
         held = in_flight[stage]
@@ -278,6 +282,7 @@ def stage_times(stage: int, steps: Sequence[Times], window: range, source: str) 
     counts half as I and half as W, which the source says."""
     seconds = _seconds_by_kind(stage, steps, window)
     forward = median_and_p95(seconds["F"])
+    is_whole = False
     if seconds["I"]:
         input_grad = median_and_p95(seconds["I"])
         weight_grad = median_and_p95(seconds["W"]) if seconds["W"] else (0.0, 0.0)
@@ -285,6 +290,7 @@ def stage_times(stage: int, steps: Sequence[Times], window: range, source: str) 
         whole = median_and_p95(seconds["B"])
         input_grad = weight_grad = (whole[0] / 2, whole[1] / 2)
         source += "; whole backwards, half counted as input and half as weight gradient"
+        is_whole = True
     samples = min(len(found) for found in seconds.values() if found)
     return StageTimes(
         stage=stage,
@@ -297,6 +303,7 @@ def stage_times(stage: int, steps: Sequence[Times], window: range, source: str) 
         origin="measured",
         source=source,
         samples=samples,
+        whole_backwards=is_whole,
     )
 
 

@@ -297,7 +297,10 @@ def test_a_second_job_computes_the_bits_of_the_whole_pipeline_on_what_the_first_
         for name, expected in ((f"forward-0-{m}.pt", outputs), (f"backward-1-{m}.pt", grads)):
             kept = torch.load(folder / name, weights_only=True)
             assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True)), name
-    sources = [emulation.stages[0].source.rpartition("; ")[2] for emulation in found]
+    rows = [emulation.stages[0] for emulation in found]
+    assert not any(row.whole_backwards for row in rows), "1f1b_w has I and W apart"
+    assert "stage 0 of 2 alone, no transfer in flight" in rows[0].source
+    sources = [row.source.rpartition("; ")[2] for row in rows]
     assert sources == [f"what came from absent stages was {how}" for how in _CAME]
 
 
@@ -533,6 +536,35 @@ def test_what_a_file_would_refuse_is_refused_before_anything_runs(
     write_calibration(other, out)
     assert main([*words, "--few-samples"]) == 2
     assert "is of seq_len 16, this run of 8; write to another file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "complaint"),
+    [
+        ("pp.layers_per_stage=[2,2,2,2]", "timed stages of 3, 1, 2, 2 layers"),
+        ("train.seq_len=16", "is for seq_len 8, the run has 16"),
+    ],
+)
+def test_absent_stages_do_not_take_what_those_of_another_run_took(
+    key, complaint, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("ppruntime.ranks.join", lambda *_, **__: pytest.fail("something ran"))
+    keys = [k for k in SMALL if "layers" not in k] + ["train.num_micro_batches=18"]
+    row = StageTimes(
+        stage=3,
+        **{"forward_s": 0.1, "input_grad_s": 0.1, "weight_grad_s": 0.1},
+        **{"origin": "assumed", "source": "a guess"},
+    )
+    known = tmp_path / "known.json"
+    cut = "pp.layers_per_stage=[3,1,2,2]"
+    config = load([TINY], [*keys, cut])
+    write_calibration(
+        calibration_of(config, few_samples=True, transport="gloo", stages=[row]), known
+    )
+    words = ["emulate", str(TINY), *keys, cut, key, "--stages", "0", "--out", str(tmp_path / "c")]
+    assert main([*words, "--calibration", str(known), "--few-samples"]) == 2
+    assert complaint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
