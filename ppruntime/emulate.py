@@ -270,7 +270,7 @@ def _emulation(
     return Emulation(
         stages=tuple(stages),
         mean_s=tuple(means),
-        transfers=_transfers(present, boundaries, all_times, transport, what),
+        transfers=waited_for(present, boundaries, all_times, transport, what),
         peaks=peaks,
         cycle_s=tuple(cycles),
         step_s=tuple(step_s),
@@ -345,14 +345,19 @@ def _cycle(steps: Sequence[Times], window: range) -> float:
     return sum(spans) / len(spans)
 
 
-def _transfers(
+def waited_for(
     present: range,
     boundaries: Sequence[Boundary],
     all_times: Sequence[Sequence[Times]],
     transport: str,
     source: str,
 ) -> tuple[TransferTimes, ...]:
-    """What the receiver waited for: from the send's start to the moment at which it was there."""
+    """Rows of the messages between `present` stages that their receivers waited for, by bytes: from
+    the send's start until it was there. `all_times`: of each step those of each rank.
+
+    How many these are shows in the run only: under 100 of a size are an assumed row, which says so,
+    and no reason to refuse the run's other rows.
+    """
     by_bytes: defaultdict[int, list[float]] = defaultdict(list)
     for times in all_times:
         sent = {t.op: t.start for row in times for t in row}
@@ -372,7 +377,6 @@ def _transfers(
     rows = []
     for num_bytes, seconds in sorted(by_bytes.items()):
         median, p95 = median_and_p95(seconds)
-        # How many are waited for shows in the run only: too few are no reason to refuse the rest.
         enough = len(seconds) >= LEAST_SAMPLES
         rows.append(
             TransferTimes(

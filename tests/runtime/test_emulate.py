@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from ppruntime.build import build_stage
+from ppruntime.clocks import OpTimes
 from ppruntime.config import load
 from ppruntime.connect import open_beside
 from ppruntime.data.batches import open_data
-from ppruntime.emulate import check_emulation, emulate
+from ppruntime.emulate import check_emulation, emulate, waited_for
 from ppruntime.emulate_replays import Blanks, Recorder, drawn
 from ppruntime.emulate_transport import ReplayTransport, split_channels
 from ppruntime.experts.options import ExpertChoice
@@ -307,33 +308,27 @@ def test_a_second_job_computes_the_bits_of_the_whole_pipeline_on_what_the_first_
 _CAME = ("drawn", "recorded", "recorded")
 
 
-@pytest.mark.slow
-def test_transfers_that_were_seldom_waited_for_cost_an_emulation_none_of_its_rows(tmp_path):
-    """A stage beside a slower one finds nearly all its messages there: too few samples of them."""
-    out = tmp_path / "calibration.json"
-    keys = ("pp.size=2", "pp.layers_per_stage=[0.5,0.5]", "train.num_micro_batches=104")
-    told = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "-m", "ppruntime.launch.cli", "emulate", str(TINY)),
-            *(*ONE_LAYER, *keys, "--stages", "0-1", "--steps", "1", "--costs", "0,0,0"),
-            *("--out", str(out)),
-        ],
-        check=False,
-        cwd=tmp_path,
-        timeout=LIMIT_SECONDS,
-        env=environment(),
-        capture_output=True,
-        text=True,
+def test_transfers_that_were_seldom_waited_for_cost_an_emulation_none_of_its_rows():
+    """Stage 1 waits for every message of 99 and of 100 micro-batches, and for one gradient."""
+
+    def times(count):
+        sent = [OpTimes(f"0SEND_F{m}", 1000 * m + 500, 0, 0) for m in range(count)]
+        taken = [OpTimes(f"1F{m}", 1000 * m, 1000 * m + 502, 0) for m in range(count)]
+        early = [OpTimes(f"1F{count}", 10**9, 10**9, 0), OpTimes("0B0", 0, 7, 0)]
+        return [[*sent, *taken, OpTimes("1SEND_B0", 4, 0, 0)], early]
+
+    boundary = Boundary(
+        (TensorSpec("kv", (5,), torch.float32), TensorSpec("slots", (5,), torch.int32))
     )
-    assert told.returncode == 0, told.stderr
-    known = read_calibration(out)
-    assert [row.origin for row in known.stages] == ["measured", "measured"]
-    few = [row for row in known.transfers if row.samples < 100]
-    assert few, "every message was waited for"
-    for row in few:
-        assert row.origin == "assumed"
-        assert row.source.endswith(f"waited for; {row.samples} samples only")
+    config = load([TINY], SMALL)
+    for count, origin in ((99, "assumed"), (100, "measured")):
+        few, many = waited_for(range(2), [boundary], [times(count)], "put", "emulated")
+        assert (few.num_bytes, few.samples, few.origin) == (20, 1, "assumed")
+        assert (many.num_bytes, many.samples, many.origin) == (40, count, origin)
+        assert many.seconds == pytest.approx(2e-9)
+        assert ("99 samples only" in many.source) == (count == 99)
+        known = calibration_of(config, few_samples=False, transport="put", transfers=[few, many])
+        assert len(known.transfers) == 2
 
 
 def test_recorded_boundaries_repeat_and_those_of_another_run_are_refused(tmp_path):
