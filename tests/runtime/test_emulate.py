@@ -20,12 +20,13 @@ from ppruntime.clocks import OpTimes
 from ppruntime.config import load
 from ppruntime.connect import open_beside
 from ppruntime.data.batches import open_data
-from ppruntime.emulate import check_emulation, emulate, waited_for
+from ppruntime.emulate import check_emulation, emulate
 from ppruntime.emulate_replays import Blanks, Recorder, drawn
 from ppruntime.emulate_transport import ReplayTransport, split_channels
 from ppruntime.experts.options import ExpertChoice
 from ppruntime.launch.cli import main
 from ppruntime.models.kernels.expert_backends import ExpertBackend
+from ppruntime.op_samples import waited_for
 from ppruntime.plan import cut
 from ppruntime.projection.calibrate import Depths
 from ppruntime.projection.calibration import (
