@@ -326,8 +326,9 @@ def warm_up_stage(
                 device=ranks.device,
             )
             stage.flush_weight_grads()
-            reduce_grads(units, ranks.data_group)
-            stage.units.zero_grad(set_to_none=True)
+            for unit in units:  # one by one: with updates in the backward no step needs more
+                reduce_grads([unit], ranks.data_group)
+                unit.zero_grad(set_to_none=True)
     if budget is not None:
         budget.use(None)
 
