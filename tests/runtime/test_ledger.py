@@ -181,7 +181,7 @@ def test_the_update_is_planned_where_it_takes_more_than_any_op(num_ranks, base, 
             assert peaks.warm_up[0] < 1.03 * peaks.predicted, (name, peaks)
         if "parallel.ep=2" not in base:  # half of the experts: too few to be most
             assert found["masters"].op == found["muon"].op == UPDATE
-        assert found["in backward"].measured < found["masters"].measured
+            assert found["in backward"].measured < found["masters"].measured
 
 
 def test_masters_that_are_there_in_a_first_backward_lie_beside_few_of_its_sums(run_ranks):
