@@ -24,6 +24,8 @@ record; it was written before its run began. error = predicted / measured - 1.
 """
 NOT_RUN = """## Not run
 
+- v3 with updates: the run above had none, only the pipeline and the reduction of gradients; today's
+  `validate-run` trains.
 - v4 (emulated PP4 on two GPUs against four), v5 (eight GPUs), v6 (sixteen nodes).
 """
 

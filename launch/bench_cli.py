@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from ppruntime.launch.records import run_python
+from ppruntime.launch.whole_numbers import MaybeWholes, Whole
 
 app = App(
     name="bench",
@@ -23,12 +24,12 @@ def schedules(
     *,
     only: list[Literal["rig", "torch", "executor"]] | None = None,
     orders: list[str] | None = None,
-    ranks: int = 4,
-    micro_batches: int = 16,
+    ranks: Whole = 4,
+    micro_batches: Whole = 16,
     op_ms: float = 20.0,
     latencies_ms: list[float] | None = None,
-    steps: int = 3,
-    torch_steps: int = 7,
+    steps: Whole = 3,
+    torch_steps: Whole = 7,
     out: Path = Path("docs/bench/schedules.json"),
 ) -> int:
     """Runs orders on stages that sleep: measured steps against the timeline's and torch's.
@@ -108,8 +109,8 @@ def memory(*arguments: Rest) -> int:
 @app.command
 def residuals(
     *,
-    seeds: list[int] | None = None,
-    steps: int = 250,
+    seeds: MaybeWholes = None,
+    steps: Whole = 250,
     out: Path = Path("docs/bench/residuals.json"),
 ) -> int:
     """Trains the tiny model on a CPU with each residual type: how they learn beside each other.
@@ -133,7 +134,7 @@ def residuals(
 @app.command
 def kernels(
     *overrides: str,
-    steps: int = 200,
+    steps: Whole = 200,
     config: Path | None = None,
     out: Path = Path("docs/bench/kernel-losses.json"),
 ) -> int:

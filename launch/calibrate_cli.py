@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from ppruntime.launch import cuda_environment
+from ppruntime.launch.outputs import check_output
 from ppruntime.launch.run_files import files_and_overrides
+from ppruntime.launch.whole_numbers import Whole
 from ppruntime.projection.projector import ProjectionError
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ _SIZES = "262144,2097152,16777216,83886080,335544320"
 def calibrate(
     *arguments: str,
     out: Path | None = None,
-    samples: int = 100,
+    samples: Whole = 100,
     modes: str | None = None,
     depths: str | None = None,
     transfer_bytes: str = _SIZES,
@@ -114,6 +116,7 @@ def calibrate(
     if out is not None:
         from ppruntime.projection.calibration_file import refuse_before
 
+        check_output("--out", out, makes_folder=True)
         transport = config.pp.transport if in_flight else "idle"
         refuse_before(
             out,

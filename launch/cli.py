@@ -14,6 +14,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from ppruntime import __version__
 from ppruntime.launch.run_files import files_and_overrides
+from ppruntime.launch.whole_numbers import MaybeWhole
 
 app = App(
     name="ppruntime",
@@ -95,7 +96,7 @@ def train(*arguments: Argument) -> int:
     return 2
 
 
-_MEMORY_GB, _RESERVED_GB, _TRANSPORT, _PEAK_FLOPS = 139.0, 10.0, "put", 989e12
+_MEMORY_GB, _RESERVED_GB, _PEAK_FLOPS = 139.0, 10.0, 989e12
 
 
 @app.command
@@ -111,7 +112,7 @@ def plan(
     memory_gb: float = _MEMORY_GB,
     reserved_gb: float = _RESERVED_GB,
     host_gb_per_s: float = 0.0,
-    transport: str = _TRANSPORT,
+    transport: str | None = None,
     peak_flops: float = _PEAK_FLOPS,
 ) -> int:
     """Prints what each stage would hold and send, without starting anything.
@@ -140,7 +141,8 @@ def plan(
     host_gb_per_s
         With --search: to the host and back at once; 0 offloads nothing.
     transport
-        With --search: whose slow-down goes into the calibration made from kernel records.
+        With --search: whose slow-down of compute the steps are with; by default put's with kernel
+        records, with a calibration the run's pp.transport if it has that.
     peak_flops
         With --search: FLOP/s of one GPU that MFU is a share of.
     """
@@ -153,7 +155,7 @@ def plan(
         "--memory-gb": memory_gb != _MEMORY_GB,
         "--reserved-gb": reserved_gb != _RESERVED_GB,
         "--host-gb-per-s": host_gb_per_s != 0.0,
-        "--transport": transport != _TRANSPORT,
+        "--transport": transport is not None,
         "--peak-flops": peak_flops != _PEAK_FLOPS,
     }
     if not search and (given := [name for name, is_given in of_search.items() if is_given]):
@@ -280,7 +282,7 @@ def build(
 
 
 @data_app.command
-def check(prefix: str, *, vocab_size: int | None = None) -> int:
+def check(prefix: str, *, vocab_size: MaybeWhole = None) -> int:
     """Reads all of a token file and says what is in it, or what is wrong with it.
 
     Parameters
@@ -324,6 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.argv[1:] if arguments is None else list(arguments),
             result_action="return_value",
             exit_on_error=False,
+            print_error=False,
         )
         sys.stdout.flush()  # here, since Python's own flush at the end would print a traceback
     except BrokenPipeError:
@@ -331,7 +334,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise  # another pipe than our output's: a rank's connection, say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except CycloptsError:  # which has printed itself
+    except CycloptsError as error:
+        print(_wrong_words(error), file=sys.stderr)
         return 2
     except ValueError as error:
         exit_code = _exit_code(error)
@@ -347,6 +351,16 @@ def _reader_has_left() -> bool:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _wrong_words(error: CycloptsError) -> str:
+    """What the parser could not read, in one sentence, and where it is said what it takes."""
+    words = " ".join(str(error).split()).removesuffix(".")
+    named = error.argument.name if error.argument is not None else ""
+    if named and named not in words:  # of lists and choices the parser leaves the option out
+        words = f"{named}: {words}"
+    command = shlex.join(["ppruntime", *(error.command_chain or ()), "--help"])
+    return f"{words}; `{command}` says what it takes"
 
 
 def _exit_code(error: ValueError) -> int | None:

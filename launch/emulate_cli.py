@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from ppruntime.launch import cuda_environment
+from ppruntime.launch.outputs import check_output
 from ppruntime.launch.run_files import files_and_overrides
+from ppruntime.launch.whole_numbers import Whole
 from ppruntime.projection.projector import ProjectionError
 
 if TYPE_CHECKING:
@@ -33,9 +35,9 @@ def emulate(
     costs: str | None = None,
     calibration: Path | None = None,
     hop_s: float = 0.0,
-    steps: int = 3,
+    steps: Whole = 3,
     boundaries: Path | None = None,
-    keep: int = 2,
+    keep: Whole = 2,
     one_by_one: Annotated[bool, _PLAIN] = False,
     few_samples: Annotated[bool, _PLAIN] = False,
 ) -> int:
@@ -88,6 +90,7 @@ def emulate(
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != needed:
         return _say_how(needed, started)
+    check_output("--out", out, makes_folder=True)
     os.environ.update(cuda_environment.left_out())
     return _run(config, jobs, out, costs, calibration, hop_s, steps, boundaries, keep, few_samples)
 
@@ -185,16 +188,19 @@ def _absent_costs(
     """Seconds of all stages; those of present ones are not looked at."""
     from ppruntime.plan import cut
     from ppruntime.projection.calibration import read_calibration
+    from ppruntime.projection.pipeline import check_fits
     from ppruntime.schedules.costs import Costs, parse_costs
 
     stage_to_rank = range(config.pp.size)
     if costs is not None:
         return parse_costs(costs, stage_to_rank)
     assert calibration is not None, "one of the two is given"
-    known = {row.stage: row for row in read_calibration(calibration).stages}
+    found = read_calibration(calibration)
     plan = cut(
         config.model.dims, stage_to_rank, config.pp.layers_per_stage, seq_len=config.train.seq_len
     )
+    check_fits(config, plan, found)
+    known = {row.stage: row for row in found.stages}
     one = len(jobs) == 1
     missing = [s.index for s in plan if s.index not in known and not (one and s.index in jobs[0])]
     if missing:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ppruntime.launch.outputs import check_output
 from ppruntime.launch.plan_search import BENCHES
 from ppruntime.launch.projected_job import PLAN_OF_RECORD
+from ppruntime.launch.whole_numbers import Whole
 from ppruntime.projection.projector import Job, Origin
 from ppruntime.text_table import short
 
@@ -32,7 +34,7 @@ def headline(
     *,
     benches: Path = BENCHES,
     out: Path | None = None,
-    micro_batches: int = 320,
+    micro_batches: Whole = 320,
 ) -> int:
     """Projects V4.1-Flash on H200s: PP16 x EP8 beside published rows, memory, PP4 x EP8, pp = 1.
 
@@ -48,6 +50,7 @@ def headline(
     from ppruntime.config import load
     from ppruntime.projection.kernel_records import read_kernels
 
+    check_output("--out", out)
     kernels = read_kernels(benches)
 
     def config(*overrides: str) -> Config:

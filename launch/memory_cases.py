@@ -140,7 +140,7 @@ _CASES: Mapping[str, tuple[tuple[int, int, int, int, int, tuple[str, ...]], ...]
             ("off", "masters", "masters and one in two", "SignSGD in the backward"),
         ),
         (16384, 8, 4, 5, 1, ("off", "offload, paced")),
-        (24576, 6, 3, 3, 1, ("off", "SignSGD in the backward")),
+        (24576, 6, 3, 4, 1, ("off", "SignSGD in the backward")),
     ),
 }
 

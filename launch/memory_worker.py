@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ppruntime.config import Config
-from ppruntime.ledger import predict
-from ppruntime.memory_record import UPDATE, OpMemory
+from ppruntime.ledger import UPDATE, predict
+from ppruntime.memory_record import OpMemory
 
 _GRACE_SECONDS = 3.0
 """For the other ranks to fail too, once one has."""

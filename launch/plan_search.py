@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppruntime.launch.intervals import spread_words
+from ppruntime.projection.calibration import SENT
 from ppruntime.projection.pipeline import SPREAD
 from ppruntime.projection.projector import Job, Origin, ProjectionError, positive
 from ppruntime.text_table import short, short_bytes, text_table
 
 if TYPE_CHECKING:
     from ppruntime.config import Config
+    from ppruntime.projection.calibration import Calibration, Slowdown
     from ppruntime.projection.planner import Found, Plan
     from ppruntime.projection.planner_task import Task, Variant
 
 BENCHES = Path(__file__).resolve().parents[1] / "docs" / "bench"
 """Records of kernels, where no calibration is given."""
+_TRANSPORT = "put"
+"""Whose slow-down counts with them if none is named."""
 
 
 def search(
@@ -31,7 +35,7 @@ def search(
     memory_gb: float,
     reserved_gb: float,
     host_gb_per_s: float,
-    transport: str,
+    transport: str | None,
     peak_flops: float,
     json: bool,
 ) -> int:
@@ -42,6 +46,7 @@ def search(
     from ppruntime.projection.kernel_records import read_kernels
     from ppruntime.projection.planner import find_plans
     from ppruntime.projection.planner_inputs import expert_variants, task_of
+    from ppruntime.schedules.machine import Interference
 
     positive("--memory-gb", memory_gb)
     if calibration is not None and benches is not None:
@@ -58,6 +63,7 @@ def search(
         known = read_calibration(calibration)
     else:
         kernels = read_kernels(benches or BENCHES)
+        transport = transport or _TRANSPORT
         if transport not in kernels.interference:
             raise ProjectionError(
                 f"the benches have no transport {transport}; choose one of "
@@ -74,6 +80,11 @@ def search(
         link=link,
         variants=variants,
     )
+    slows = _slowdown(known, transport, config.pp.transport)
+    if slows is not None:
+        task = replace(
+            task, interference=Interference(slows.one_way, slows.both_ways, slows.blocking)
+        )
     found = find_plans(task)
     job = Job(
         flops_per_token=float(counts(config.model.dims).flops_per_token),
@@ -83,18 +94,65 @@ def search(
         global_batch_tokens=float(config.global_batch_size * config.train.seq_len),
     )
     source = (
-        "kernel records in docs/bench: experts and attention cores measured on one GPU, the rest "
-        "modelled or assumed"
+        f"kernel records in {benches or 'docs/bench'}: halves of layers measured on one GPU, the "
+        "rest modelled or assumed"
         if calibration is None
         else f"{calibration}, of {known.date} on {known.device}"
     )
     shares = _shares(task)
+    counted = _counted(known, slows, config.parallel.num_data_ranks)
     print(
-        _json(found, job, source, shares, config)
+        _json(found, job, source, shares, counted, config)
         if json
-        else _text(found, task, job, source, shares, config)
+        else _text(found, task, job, source, shares, counted, config)
     )
     return 0
+
+
+def _slowdown(known: Calibration, asked: str | None, of_the_run: str) -> Slowdown | None:
+    """The row of the transport that was asked for, else of the run's if there is one. Raises
+    ProjectionError where it was asked for and is not there, or counts already."""
+    rows = {row.transport: row for row in known.slowdowns}
+    if asked is None:
+        return rows.get(of_the_run) if known.transport == "idle" else None
+    if known.transport != "idle":
+        raise ProjectionError(
+            f"--transport {asked}: the calibration's units were timed beside {known.transport} "
+            "already; leave it out, or give one that was made without transfers"
+        )
+    if asked not in rows:
+        raise ProjectionError(
+            f"--transport {asked}: the calibration says nothing of what it does to compute, only "
+            f"of {', '.join(rows) or 'none'}; leave it out, or add it with ppruntime calibrate "
+            "--in-flight --idle"
+        )
+    return rows[asked]
+
+
+def _counted(known: Calibration, slows: Slowdown | None, num_data_ranks: int) -> list[str]:
+    """What the steps are with, and what they are without."""
+    if slows is not None:
+        lines = [
+            f"steps are with compute slowed down by {100 * slows.one_way:.3g} % while messages go "
+            f"one way and {100 * slows.both_ways:.3g} % both ways, {100 * slows.blocking:.3g} % "
+            f"stands still ({slows.origin}: {slows.transport}: {slows.source})"
+        ]
+    elif known.transport != "idle":
+        lines = [f"units were timed beside {known.transport}, so its slow-down is in them"]
+    else:
+        have = ", ".join(row.transport for row in known.slowdowns) or "none"
+        lines = [
+            "not counted: what transfers do to compute; --transport counts what the calibration "
+            f"has of it ({have})"
+        ]
+    said = {row.name for row in known.per_step}
+    missing = [name for name in SENT if name not in said]
+    if num_data_ranks > 1 and missing:
+        lines.append(
+            f"not counted: {' and '.join(missing)} over {num_data_ranks} data ranks; `ppruntime "
+            "simulate --data-bandwidth` counts them"
+        )
+    return lines
 
 
 def _shares(task: Task) -> dict[Origin, float]:
@@ -125,6 +183,7 @@ def _text(
     job: Job,
     source: str,
     shares: Mapping[Origin, float],
+    counted: Sequence[str],
     config: Config,
 ) -> str:
     best = found.plans[0]
@@ -143,7 +202,7 @@ def _text(
         rows.append(_row(found.uniform, job, task, shares))
     names = ("plan", "order", "step s", "MFU %", "interval", "cycle ms", "busiest", "most memory")
     lines += text_table(names, rows, left="plan")
-    lines.append(spread_words(SPREAD))
+    lines += [spread_words(SPREAD), *counted]
     if found.uniform is not None:
         gain = found.uniform.step_s / best.step_s - 1
         lines.append(
@@ -161,6 +220,7 @@ def _text(
         "",
         "as overrides of a run:",
         *overrides(best, config),
+        *left_out(best),
         "",
     ]
     stages = [
@@ -196,6 +256,17 @@ def overrides(plan: Plan, config: Config) -> list[str]:
             lines.append("moe.compute.backend=auto")
         lines += _expert_overrides(plan)
     return lines
+
+
+def left_out(plan: Plan) -> list[str]:
+    """What the plan has and its overrides do not."""
+    moved = [str(index) for index, stage in enumerate(plan.stages) if stage.offloaded_bytes]
+    if not moved:
+        return []
+    return [
+        f"not among them: what stages {', '.join(moved)} offload, without which they do not fit; a "
+        "plan has it in bytes, pp.activation_offload by micro-batches"
+    ]
 
 
 def _mode_overrides(plan: Plan) -> list[str]:
@@ -272,7 +343,12 @@ def _why(plan: Plan, task: Task) -> str:
 
 
 def _json(
-    found: Found, job: Job, source: str, shares: Mapping[Origin, float], config: Config
+    found: Found,
+    job: Job,
+    source: str,
+    shares: Mapping[Origin, float],
+    counted: Sequence[str],
+    config: Config,
 ) -> str:
     def of(plan: Plan | None) -> dict[str, object] | None:
         if plan is None:
@@ -280,6 +356,7 @@ def _json(
         return asdict(plan) | {
             "layers_per_stage": plan.layers_per_stage,
             "overrides": overrides(plan, config),
+            "not_in_overrides": left_out(plan),
             "mfu": 100 * job.at_step_s(plan.step_s).mfu,
             "mfu_between": _mfu_between(plan, job, shares),
         }
@@ -290,6 +367,7 @@ def _json(
             "global_batch_tokens": job.global_batch_tokens,
             "rests_on": _rests_on(source, shares),
             "intervals": spread_words(SPREAD),
+            "counted": list(counted),
             "shares": {str(origin): share for origin, share in shares.items()},
             "plans": [of(plan) for plan in found.plans],
             "uniform": of(found.uniform),

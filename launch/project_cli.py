@@ -15,6 +15,7 @@ from cyclopts import Parameter
 from ppruntime.launch.intervals import spread_of, spread_words
 from ppruntime.launch.project_numbers import (
     calibration_words,
+    collective_words,
     cost_numbers,
     flag,
     goodput_numbers,
@@ -23,7 +24,9 @@ from ppruntime.launch.project_numbers import (
     pipeline_numbers,
 )
 from ppruntime.launch.projected_job import Projected, asked_job
+from ppruntime.launch.whole_numbers import MaybeWhole
 from ppruntime.projection.projector import (
+    MOST_OF_PEAK,
     Job,
     Number,
     Origin,
@@ -49,7 +52,7 @@ def project(
     calibration: Path | None = None,
     costs: str | None = None,
     efficiency: float | None = None,
-    gpus: int | None = None,
+    gpus: MaybeWhole = None,
     tokens: Annotated[float, _SHORT] = 20e12,
     peak_flops: Annotated[float, _SHORT] = 989e12,
     global_batch_tokens: float | None = None,
@@ -60,7 +63,7 @@ def project(
     link: str | None = None,
     per_step_s: str | None = None,
     jitter: float | None = None,
-    seed: int | None = None,
+    seed: MaybeWhole = None,
     spread: str | None = None,
     failures_per_gpu_hour: float | None = None,
     checkpoint_s: float | None = None,
@@ -189,7 +192,11 @@ def project(
             name: with_interval(number, *(end[name] for end in ends))
             for name, number in middle.items()
         }
-        facts = [*calibration_words(found.calibration), spread_words(shares)]
+        facts = [
+            *calibration_words(found.calibration),
+            *collective_words(config, found.parts),
+            spread_words(shares),
+        ]
     else:
         _no_effect(
             start,
@@ -232,16 +239,27 @@ def _no_effect(start: str, **pipeline_flags: object) -> None:
 def _from_number(job: Job, start: str, value: object) -> Pace:
     assert isinstance(value, float), f"{start} starts no arithmetic"
     positive(flag(start), value)
+    given = value
     if start == "mfu":
         if value < 1:
             raise ProjectionError(
                 f"--mfu {value:g} is under 1 %; it is in percent, so write {100 * value:g} if "
                 "that was meant"
             )
-        return job.at_mfu(value / 100)
-    if start == "step_s":
-        return job.at_step_s(value)
-    return job.at_tokens_per_s(value) if start == "tokens_per_s" else job.at_days(value)
+        value /= 100
+    found = {
+        "mfu": job.at_mfu,
+        "step_s": job.at_step_s,
+        "tokens_per_s": job.at_tokens_per_s,
+        "days": job.at_days,
+    }[start](value)
+    if found.mfu > MOST_OF_PEAK:
+        raise ProjectionError(
+            f"{flag(start)} {given:g} is {100 * found.mfu:.4g} % MFU on {job.num_gpus:,} GPUs at "
+            f"{job.global_batch_tokens:,.0f} tokens a step, over {100 * MOST_OF_PEAK:g} % of a "
+            f"peak of {job.gpu_flops:g} FLOP/s, which no GPU does; correct one of them"
+        )
+    return found
 
 
 def _pipeline(

@@ -264,8 +264,10 @@ def memory_numbers(projection: Projection, peaks: Sequence[StagePeak]) -> dict[s
             held,
             "bytes",
             Origin.MODELLED,
-            "sizes of weights, gradients, optimizer and what is in flight, without context and "
-            f"buffers; assumed to be off by up to {100 * off:g} %",
+            "sizes of weights, gradients, optimizer and what is in flight, assumed to be off by "
+            f"up to {100 * off:g} %; without context, buffers, what is made again and what an op "
+            "needs for itself, some of which `ppruntime plan --ledger` has"
+            + ("; measured_peak is an emulation's, which has no optimizer" if peaks else ""),
             low=tuple((1 - off) * number for number in held),
             high=tuple((1 + off) * number for number in held),
         )
@@ -277,13 +279,38 @@ def memory_numbers(projection: Projection, peaks: Sequence[StagePeak]) -> dict[s
     return numbers
 
 
-def calibration_words(known: Calibration | None) -> list[str]:
-    """What a calibration's times are of; nothing without one."""
+def calibration_words(known: Calibration | None, *, counted: bool = False) -> list[str]:
+    """What a calibration's times are of, and that its slow-downs are not `counted` where they are
+    not. Nothing without one."""
     if known is None:
         return []
-    return [
+    words = [
         f"calibration: of {known.date} on {known.device}, ops timed with transport "
-        f"{known.transport}, routing {known.routing}, ep {known.ep}"
+        f"{known.transport}, routing {known.routing}, ep {known.ep}; made by: {known.command}"
+    ]
+    if known.slowdowns and not counted:
+        rows = ", ".join(
+            f"{row.transport} {100 * row.both_ways:.3g} % while messages go both ways"
+            for row in known.slowdowns
+        )
+        words.append(
+            f"not counted: the calibration says what transfers do to compute ({rows}); "
+            "`ppruntime simulate --transport` counts it"
+        )
+    return words
+
+
+def collective_words(config: Config, parts: Parts) -> list[str]:
+    """Said where several data ranks have collectives that no per-step piece is of."""
+    num = config.parallel.num_data_ranks
+    said = {piece.name for piece in parts.per_step}
+    missing = [name for name in ("reduce", "gather") if name not in said]
+    if num == 1 or not missing or "rest" in said:
+        return []
+    option = ",".join(f"{name}=SECONDS" for name in missing)
+    return [
+        f"not counted: {' and '.join(missing)} over {num} data ranks, of which no per-step piece is"
+        f" named; give --per-step-s {option}, or `ppruntime simulate --data-bandwidth`"
     ]
 
 

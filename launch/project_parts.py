@@ -19,9 +19,9 @@ from ppruntime.projection.pipeline import (
     hop_costs,
     stage_costs,
 )
-from ppruntime.projection.projector import Origin, ProjectionError, positive
+from ppruntime.projection.projector import MOST_OF_PEAK, Origin, ProjectionError, positive
 from ppruntime.schedules.costs import parse_costs
-from ppruntime.schedules.ops import Schedule
+from ppruntime.schedules.ops import Kind, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,11 @@ def pipeline_parts(
                 f"--efficiency {efficiency:g} is under 1 %; it is in percent, so write "
                 f"{100 * efficiency:g} if that was meant"
             )
+        if efficiency > 100 * MOST_OF_PEAK:
+            raise ProjectionError(
+                f"--efficiency {efficiency:g} is over {100 * MOST_OF_PEAK:g} % of the peak, which "
+                "no GPU does; give a percentage of --peak-flops"
+            )
     known = read_calibration(calibration) if calibration else None
     schedule = make_order(config).computations
     plan = cut(
@@ -73,6 +78,7 @@ def pipeline_parts(
             calibration=known,
             efficiency=None if efficiency is None else efficiency / 100,
             gpu_flops=gpu_flops,
+            parts_backwards=Kind.I in schedule.kinds(),
         ),
         hops=tuple(
             HopCost(0.0, 0.0, Origin.MODELLED, "both stages are on one rank")

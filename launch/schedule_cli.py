@@ -43,6 +43,7 @@ from ppruntime.launch.schedule_options import (
     read_legal,
     read_order,
 )
+from ppruntime.launch.whole_numbers import MaybeWhole, Whole
 
 if TYPE_CHECKING:
     from ppruntime.schedules.ops import Schedule
@@ -87,7 +88,7 @@ def show(
     fuse_pairs: FusePairs = False,
     overlap_gain: Gain = 1.0,
     jitter: float = 0.0,
-    seed: int = 0,
+    seed: Whole = 0,
     lowered: Lowered = False,
     offload: Offload = None,
     paced: Paced = False,
@@ -253,12 +254,12 @@ def search(
     *,
     ranks: Ranks = 4,
     micro_batches: MicroBatches = 8,
-    stages_per_rank: int = 1,
+    stages_per_rank: Whole = 1,
     costs: CostsText = "1,1,1",
     transfer: Transfer = "0",
     memory_cap: MemoryCap = None,
-    seed: int = 0,
-    effort: int | None = None,
+    seed: Whole = 0,
+    effort: MaybeWhole = None,
     svg: Svg = None,
     csv: Csv = None,
     trace: Trace = None,
@@ -322,7 +323,7 @@ def search(
 
 
 @app.command
-def check(file: str, /, *, slots: int | None = None, json: Json = False) -> int:
+def check(file: str, /, *, slots: MaybeWhole = None, json: Json = False) -> int:
     """Checks an order in a file: complete, in order, free of deadlock.
 
     Parameters

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from cyclopts import Parameter
 
+from ppruntime.launch.whole_numbers import MaybeWhole, Whole
+
 if TYPE_CHECKING:
     from ppruntime.schedules.costs import Costs, Hops
     from ppruntime.schedules.ops import Schedule
 
-Ranks: TypeAlias = Annotated[int, Parameter(help="Pipeline ranks.")]
-MicroBatches: TypeAlias = Annotated[int, Parameter(help="Micro-batches a step.")]
+Ranks: TypeAlias = Annotated[Whole, Parameter(help="Pipeline ranks.")]
+MicroBatches: TypeAlias = Annotated[Whole, Parameter(help="Micro-batches a step.")]
 StagesPerRank: TypeAlias = Annotated[
-    int | None, Parameter(help="Stages a rank; 2 for interleaved and V orders, else 1.")
+    MaybeWhole, Parameter(help="Stages a rank; 2 for interleaved and V orders, else 1.")
 ]
 CostsText: TypeAlias = Annotated[
     str,
@@ -73,7 +75,7 @@ Lowered: TypeAlias = Annotated[
     ),
 ]
 Offload: TypeAlias = Annotated[
-    int | None,
+    MaybeWhole,
     Parameter(
         help="With --lowered: every how many-th micro-batch's activations move to the host and "
         "back; not given: none."
@@ -90,7 +92,7 @@ Trace: TypeAlias = Annotated[
     Parameter(help="Write a Chrome trace (Perfetto) here; a unit of time is a millisecond."),
 ]
 Width: TypeAlias = Annotated[
-    int | None, Parameter(help="Columns of the picture; by default the terminal's.")
+    MaybeWhole, Parameter(help="Columns of the picture; by default the terminal's.")
 ]
 
 

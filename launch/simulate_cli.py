@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from ppruntime.launch.intervals import spread_of, spread_words
+from ppruntime.launch.outputs import check_output
 from ppruntime.launch.project_numbers import calibration_words, goodput_numbers
 from ppruntime.launch.projected_job import Projected, asked_job
+from ppruntime.launch.whole_numbers import MaybeWhole
 from ppruntime.projection.projector import Origin, ProjectionError, positive
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 _SHORT = Parameter(show_default=lambda value: f"{value:g}")
 _PLAIN = Parameter(negative="")
+_LEAST_PERCENT = 0.1
+"""Less noise shows in no step: a share was given for a percentage."""
 
 
 def simulate(
@@ -29,7 +33,7 @@ def simulate(
     calibration: Path | None = None,
     costs: str | None = None,
     efficiency: float | None = None,
-    gpus: int | None = None,
+    gpus: MaybeWhole = None,
     tokens: Annotated[float, _SHORT] = 20e12,
     peak_flops: Annotated[float, _SHORT] = 989e12,
     transfer_s: str | None = None,
@@ -40,10 +44,10 @@ def simulate(
     jitter: Annotated[float, _SHORT] = 0.0,
     stragglers: Annotated[float, _SHORT] = 0.0,
     stall: str | None = None,
-    seed: int | None = None,
-    replicas: int | None = None,
+    seed: MaybeWhole = None,
+    replicas: MaybeWhole = None,
     data_bandwidth: float | None = None,
-    offload_every: int | None = None,
+    offload_every: MaybeWhole = None,
     host_bandwidth: str | None = None,
     memory: Annotated[bool, _PLAIN] = False,
     spread: str | None = None,
@@ -78,7 +82,8 @@ def simulate(
     per_step_s
         Seconds per step beside the pipeline, or NAME=SECONDS separated by ','.
     transport
-        Transport of the calibration's slow-downs: what transfers in flight do to compute.
+        Transport of the calibration's slow-downs: what transfers in flight do to compute; by
+        default the run's pp.transport, if there are any of it.
     interference
         ONE,BOTH[,BLOCKING] in percent: how much longer ops take while messages go in or out,
         while they do both, and the share of an op that stands still meanwhile.
@@ -143,11 +148,8 @@ def simulate(
             "--efficiency"
         )
     shares = spread_of(spread)
-    for option, path in (("--html", html), ("--trace", trace)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ProjectionError(
-                f"{option} {path}: there is no folder {path.parent}; make it or name another"
-            )
+    check_output("--html", html)
+    check_output("--trace", trace)
     asked = asked_job(arguments, gpus=gpus, tokens=tokens, peak_flops=peak_flops)
     config, job = asked.config, asked.job
     found = pipeline_parts(
@@ -160,10 +162,30 @@ def simulate(
         link=link,
         per_step_s=per_step_s,
     )
-    slows, source, origin = _interference(found.calibration, transport, interference)
+    slows, source, origin = _interference(
+        found.calibration, transport, interference, config.pp.transport
+    )
     stall_share, stall_s = _pair("--stall", stall) if stall is not None else (0.0, 0.0)
     if replicas is not None and replicas < 1:
         raise ProjectionError(f"--replicas {replicas} is no count; give 1 or more")
+    for option, percent in (("--jitter", jitter), ("--stragglers", stragglers)):
+        if not 0 <= percent < float("inf"):
+            raise ProjectionError(f"{option} is {percent:g}; give a percentage, 0 or more")
+        if 0 < percent < _LEAST_PERCENT:
+            raise ProjectionError(
+                f"{option} {percent:g} is under {_LEAST_PERCENT:g} %; it is in percent, so write "
+                f"{100 * percent:g} if that was meant"
+            )
+    if stall_share > 100:
+        raise ProjectionError(
+            f"--stall {stall!r} holds up {stall_share:g} % of ops; give at most 100"
+        )
+    if offload_every is not None and offload_every < 1:
+        raise ProjectionError(
+            f"--offload-every {offload_every} is no count; give 1 (every micro-batch) or more"
+        )
+    if data_bandwidth is not None:
+        positive("--data-bandwidth", data_bandwidth)
     noise = Noise(
         jitter=jitter / 100,
         rank_spread=stragglers / 100,
@@ -208,7 +230,10 @@ def simulate(
             simulation.pace, failures_per_gpu_hour, checkpoint_s, restart_s, checkpoint_interval_s
         ),
         interval(job, parts, around, shares),
-        (*calibration_words(found.calibration), spread_words(shares)),
+        (
+            *calibration_words(found.calibration, counted=source != "none given"),
+            spread_words(shares),
+        ),
     )
     print(json_text(report) if json else text(report))
     if html is not None:
@@ -223,9 +248,10 @@ def simulate(
 
 
 def _interference(
-    calibration: Calibration | None, transport: str | None, text: str | None
+    calibration: Calibration | None, transport: str | None, text: str | None, of_the_run: str
 ) -> tuple[Interference, str, Origin]:
-    """From the option, else from the calibration's row of the transport, else none."""
+    """From the option, else from the calibration's row of the transport, else from that of the
+    run's transport, else none. Ops that were timed beside a transport are slowed down already."""
     from ppruntime.schedules.machine import Interference
 
     if text is not None:
@@ -238,10 +264,25 @@ def _interference(
             raise ProjectionError(
                 f"--interference {text!r} is not ONE,BOTH[,BLOCKING] in percent; write such as 3,12"
             )
+        if len(numbers) == 3 and numbers[2] > 1:
+            raise ProjectionError(
+                f"--interference {text!r}: {100 * numbers[2]:g} % of an op cannot stand still; "
+                "give at most 100"
+            )
         return Interference(*numbers), "--interference", Origin.ASSUMED
-    if transport is None:
-        return Interference(), "none given", Origin.ASSUMED
     rows = {row.transport: row for row in (calibration.slowdowns if calibration else ())}
+    is_idle = calibration is None or calibration.transport == "idle"
+    if transport is None:
+        if not (is_idle and of_the_run in rows):
+            return Interference(), "none given", Origin.ASSUMED
+        transport = of_the_run
+    if not is_idle:
+        assert calibration is not None, "none is idle"
+        raise ProjectionError(
+            f"--transport {transport}: the calibration's ops were timed beside "
+            f"{calibration.transport} already; leave it out, or give one that was made without "
+            "transfers"
+        )
     if transport not in rows:
         raise ProjectionError(
             f"no calibration says what transport {transport} does to compute; it has "

@@ -36,7 +36,7 @@ def page(report: Report) -> str:
     """The whole page."""
     simulation = report.simulation
     step = simulation.step
-    facts = [report.origins, report.interval, *report.conditions]
+    facts = [report.origins, report.interval, report.bubble, *report.conditions]
     parts = [
         f"<h1>{escape(report.headline)}</h1>",
         "".join(f"<p>{escape(fact)}</p>" for fact in facts),
@@ -80,7 +80,9 @@ def _ranks(report: Report) -> str:
     for rank, (work, lost) in enumerate(zip(step.work, step.lost, strict=True)):
         x = 70.0
         body.append(_text(62, top + 13, f"rank {rank}", anchor="end"))
-        for name, seconds in (("work", work), *zip(CAUSES, lost, strict=True)):
+        for name, took in (("work", work), *zip(CAUSES, lost, strict=True)):
+            # Of times that are differences, rounding is left over.
+            seconds = took if abs(took) > 1e-9 * step.makespan else 0.0
             width = max(0.0, seconds) * scale
             hover = f"rank {rank}: {name} {seconds:.4g} s"
             body.append(_rect(x, top, width, 16, _COLOURS[name], hover))
@@ -162,6 +164,13 @@ def _inputs(report: Report) -> str:
         sources = "; ".join(sorted({piece.source for piece in stage.pieces}))
         work = sum(p.forward_s + p.input_grad_s + p.weight_grad_s for p in stage.pieces)
         rows.append((f"stage {index}", f"{1e3 * work:.4g} ms", str(stage.origin), sources))
+    for index, hop in enumerate(report.parts.hops):
+        times = f"{1e3 * hop.forward_s:.4g} ms there, {1e3 * hop.backward_s:.4g} ms back"
+        rows.append((f"hop {index}", times, str(hop.origin), hop.source))
+    rows += [
+        (piece.name, f"{piece.seconds:.4g} s a step", piece.origin, piece.source)
+        for piece in report.parts.per_step
+    ]
     return _table(("number", "value", "origin", "source"), rows)
 
 

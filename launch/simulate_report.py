@@ -83,6 +83,14 @@ class Report:
         return idle / self.simulation.pace.step_s
 
     @property
+    def bubble(self) -> str:
+        """`bubble_share` in words."""
+        rank = self.simulation.step.busiest
+        return (
+            f"bubble: the busiest rank, {rank}, waits {100 * self.bubble_share:.2f} % of the step"
+        )
+
+    @property
     def conditions(self) -> list[str]:
         """What was assumed around the pipeline."""
         around, noise = self.around, self.around.noise
@@ -90,7 +98,8 @@ class Report:
         lines = [
             f"transfers slow compute by {100 * slows.one_way:.3g} % one way and "
             f"{100 * slows.both_ways:.3g} % both ways, {100 * slows.blocking:.3g} % stands still "
-            f"({around.interference_origin}: {around.interference_source})",
+            f"({around.interference_origin}: {around.interference_source}); a rank's messages over "
+            "one link leave one after another",
             f"jitter {100 * noise.jitter:.3g} %, stragglers {100 * noise.rank_spread:.3g} % in "
             f"groups of {noise.group}, stalls {100 * noise.stall_probability:.3g} % of ops x "
             f"{noise.stall:g} s, seed {noise.seed}, "
@@ -104,9 +113,15 @@ class Report:
                 f"{around.data_source})"
             )
         else:
-            lines.append("data ranks: nothing said of their collectives beside --per-step-s")
+            lines.append(
+                "data ranks: nothing said of their collectives beside --per-step-s, so no others "
+                "are counted"
+            )
         if around.stage_bytes:
-            lines.append("bytes are modelled by the model's sizes, without context and buffers")
+            lines.append(
+                "bytes are modelled by the model's sizes, without context, buffers, what is made "
+                "again and what an op needs for itself"
+            )
         return [*lines, *self.facts]
 
 
@@ -192,8 +207,7 @@ def text(report: Report) -> str:
         ranks = [(*r, short_bytes(b)) for r, b in zip(ranks, step.peak_bytes, strict=True)]
     lines += [
         "",
-        f"bubble: the busiest rank, {step.busiest}, waits {100 * report.bubble_share:.2f} % of the "
-        "step",
+        report.bubble,
         "",
         "seconds per rank, pipeline alone",
         *text_table(headings, ranks),

@@ -10,22 +10,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+from ppruntime.launch.outputs import check_output
 from ppruntime.launch.records import write_record
+from ppruntime.launch.whole_numbers import MaybeWholes, Whole
 from ppruntime.projection.projector import ProjectionError
 from ppruntime.typed_command import typed
-from ppruntime.validate import Ledger, Verdict, exact_cases
+from ppruntime.validate import Ledger, Verdict, exact_cases, predictions_beside
 
 
 def validate(
     *,
     only: list[Literal["v0", "v1", "v2"]] | None = None,
-    ranks: list[int] | None = None,
+    ranks: MaybeWholes = None,
     op_ms: float = 25.0,
     latency_ms: float = 8.0,
-    micro_batches: int = 24,
-    steps: int = 3,
+    micro_batches: Whole = 24,
+    steps: Whole = 3,
     out: Path = Path("docs/bench/validation.json"),
-    predictions: Path = Path("docs/bench/validation-predictions.jsonl"),
+    predictions: Path | None = None,
 ) -> int:
     """Holds the simulator against closed forms (v0), real sleeping pipelines (v1), and emulated
     halves against whole pipelines (v2). Needs a quiet machine, no GPU. Gives 1 if a bar is missed.
@@ -47,7 +49,7 @@ def validate(
     out
         JSON file to write.
     predictions
-        File that gets each prediction, a JSON line, before its run.
+        File that gets each prediction, a JSON line, before its run; by default beside `out`.
     """
     sizes = tuple(ranks) if ranks else (4, 8)
     if (
@@ -61,6 +63,9 @@ def validate(
             f" --micro-batches {micro_batches}, --steps {steps}; ranks are even, micro-batches at"
             " least three times as many, times above 0"
         )
+    predictions = predictions or predictions_beside(out)
+    check_output("--out", out, makes_folder=True)
+    check_output("--predictions", predictions, makes_folder=True)
     rungs = tuple(only) if only else ("v0", "v1", "v2")
     start, load = time.monotonic(), os.getloadavg()
     ledger = Ledger(predictions)

@@ -5,7 +5,7 @@ Everything that can be wrong with a run is found here, on every rank alike, befo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,10 +55,10 @@ from ppruntime.order import Order
 from ppruntime.plan import StagePlan
 from ppruntime.ranks import Ranks
 from ppruntime.recompute import kept_points
-from ppruntime.schedules.counts import backward_kinds
+from ppruntime.schedules.counts import BOTH_BACKWARDS, BackwardKinds, backward_kinds
 from ppruntime.schedules.formats import digest
 from ppruntime.schedules.forward_only import forward_only
-from ppruntime.schedules.ops import Kind, Schedule
+from ppruntime.schedules.ops import Schedule
 from ppruntime.stage import Stage
 from ppruntime.transports.agree import Fact, agree
 from ppruntime.transports.base import Boundary, Transport
@@ -304,7 +304,7 @@ def warm_up_stage(
     *,
     batch: int,
     seq_len: int,
-    backwards: Collection[Kind] = (Kind.B, Kind.I),
+    backwards: BackwardKinds = BOTH_BACKWARDS,
     lanes: Lanes | None = None,
     budget: GemmBudget | None = None,
 ) -> None:
@@ -328,8 +328,9 @@ def warm_up_stage(
                 device=ranks.device,
             )
             stage.flush_weight_grads()
-            reduce_grads(units, ranks.data_group)
-            stage.units.zero_grad(set_to_none=True)
+            for unit in units:  # one by one: with updates in the backward no step needs more
+                reduce_grads([unit], ranks.data_group)
+                unit.zero_grad(set_to_none=True)
     if budget is not None:
         budget.use(None)
 

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
-from typing import TypeAlias
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from ppruntime.boundaries import expected_boundaries
 from ppruntime.build import build_stage, warm_up_stage
 from ppruntime.channels import make_channels
-from ppruntime.clocks import CudaClock, HostClock, OpTimes
+from ppruntime.clocks import CudaClock, HostClock
 from ppruntime.config import Config
 from ppruntime.connect import compute_dtype, open_beside
 from ppruntime.data.batches import open_data
@@ -35,32 +31,34 @@ from ppruntime.experts.options import choose_experts
 from ppruntime.gemm_budget import with_gemm_budget
 from ppruntime.linear_options import choose_linears
 from ppruntime.messages import gather_bytes
-from ppruntime.models.carry import DIFFERENTIABLE
 from ppruntime.models.dispatch import Dispatcher, check_waits
+from ppruntime.op_samples import (
+    Times,
+    cycle_seconds,
+    gather_peaks,
+    gather_times,
+    mean_seconds,
+    stage_times,
+    waited_for,
+)
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut
-from ppruntime.profiling import align_clocks
 from ppruntime.projection.calibrate import on_device, refuse_zero_weights
 from ppruntime.projection.calibration import (
-    LEAST_SAMPLES,
     StagePeak,
     StageTimes,
     TransferTimes,
-    median_and_p95,
 )
 from ppruntime.projection.projector import ProjectionError
 from ppruntime.ranks import Ranks
 from ppruntime.schedules.absent import AbsentRanks
 from ppruntime.schedules.costs import Costs, Hops
 from ppruntime.schedules.counts import backward_kinds, peak_in_flight
-from ppruntime.schedules.ops import parse_op
 from ppruntime.stage import Stage
 from ppruntime.transports.base import Boundary, Transport
 from ppruntime.wrap import hold_gradients, reduce_grads
 
 _WARM_UP_STEPS = 1
-
-Times: TypeAlias = list[OpTimes[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +183,9 @@ def emulate(
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
         if step >= _WARM_UP_STEPS:
             step_s.append(float(took))
-            all_times.append(_gather(times, ranks))
-    peaks = _peaks(ranks, rank) if on_cuda else ()
+            all_times.append(gather_times(times, ranks))
+    source = "torch.cuda, over the measured steps, where no optimizer is"
+    peaks = gather_peaks(ranks, rank, source) if on_cuda else ()
     transport.close()
     replayed = [
         part.decode() for part in gather_bytes(replays.describe().encode(), ranks.pipeline_group)
@@ -220,26 +219,6 @@ def _settle(ranks: Ranks) -> None:
     dist.barrier()
 
 
-def _gather(times: Times, ranks: Ranks) -> list[Times]:
-    """All present ranks' op times, on the first one's clock, by rank."""
-    offset = align_clocks(ranks.pipeline_group).ns
-    mine = [OpTimes(t.op, t.start - offset, t.ready - offset, t.end - offset) for t in times]
-    parts = gather_bytes(msgspec.json.encode(mine), ranks.pipeline_group)
-    return [msgspec.json.decode(part, type=list[OpTimes[int]]) for part in parts]
-
-
-def _peaks(ranks: Ranks, stage: int) -> tuple[StagePeak, ...]:
-    mine = StagePeak(
-        stage=stage,
-        allocated_bytes=torch.cuda.max_memory_allocated(),
-        reserved_bytes=torch.cuda.max_memory_reserved(),
-        origin="measured",
-        source="torch.cuda, over the measured steps",
-    )
-    parts = gather_bytes(msgspec.json.encode(mine), ranks.pipeline_group)
-    return tuple(msgspec.json.decode(part, type=StagePeak) for part in parts)
-
-
 # --- reading -------------------------------------------------------------------------------------
 
 
@@ -256,7 +235,11 @@ def _emulation(
     in_flight = peak_in_flight(order.computations)
     count = config.train.num_micro_batches
     transport = config.pp.transport
-    what = f"emulated stages {present.start}-{present.stop - 1} of {config.pp.size} on {transport}"
+    what = (
+        f"emulated stages {present.start}-{present.stop - 1} of {config.pp.size} on {transport}"
+        if len(present) > 1
+        else f"emulated stage {present.start} of {config.pp.size} alone, no transfer in flight"
+    )
     stages, means, cycles = [], [], []
     for place, stage in enumerate(present):
         held = in_flight[stage]
@@ -265,125 +248,12 @@ def _emulation(
         window = range(held, count - held)
         stages.append(stage_times(stage, steps, window, source))
         means.append(mean_seconds(stage, steps, window))
-        cycles.append(_cycle(steps, window))
+        cycles.append(cycle_seconds(steps, window))
     return Emulation(
         stages=tuple(stages),
         mean_s=tuple(means),
-        transfers=_transfers(present, boundaries, all_times, transport, what),
+        transfers=waited_for(present, boundaries, all_times, transport, what),
         peaks=peaks,
         cycle_s=tuple(cycles),
         step_s=tuple(step_s),
     )
-
-
-def stage_times(stage: int, steps: Sequence[Times], window: range, source: str) -> StageTimes:
-    """A stage's row from its op times, those of the micro-batches in `window`. A whole backward
-    counts half as I and half as W, which the source says."""
-    seconds = _seconds_by_kind(stage, steps, window)
-    forward = median_and_p95(seconds["F"])
-    if seconds["I"]:
-        input_grad = median_and_p95(seconds["I"])
-        weight_grad = median_and_p95(seconds["W"]) if seconds["W"] else (0.0, 0.0)
-    else:
-        whole = median_and_p95(seconds["B"])
-        input_grad = weight_grad = (whole[0] / 2, whole[1] / 2)
-        source += "; whole backwards, half counted as input and half as weight gradient"
-    samples = min(len(found) for found in seconds.values() if found)
-    return StageTimes(
-        stage=stage,
-        forward_s=forward[0],
-        input_grad_s=input_grad[0],
-        weight_grad_s=weight_grad[0],
-        forward_p95_s=forward[1],
-        input_grad_p95_s=input_grad[1],
-        weight_grad_p95_s=weight_grad[1],
-        origin="measured",
-        source=source,
-        samples=samples,
-    )
-
-
-def mean_seconds(stage: int, steps: Sequence[Times], window: range) -> tuple[float, float, float]:
-    """Means of a stage's F, I and W over the micro-batches in `window`; a whole backward counts
-    half as I and half as W."""
-    seconds = _seconds_by_kind(stage, steps, window)
-    half = fmean(seconds["B"]) / 2 if seconds["B"] else 0.0
-    return (
-        fmean(seconds["F"]),
-        fmean(seconds["I"]) if seconds["I"] else half,
-        fmean(seconds["W"]) if seconds["W"] else half if not seconds["I"] else 0.0,
-    )
-
-
-def _seconds_by_kind(
-    stage: int, steps: Sequence[Times], window: range
-) -> defaultdict[str, list[float]]:
-    """What each op took, waits left out, by F, B, I and W."""
-    seconds: defaultdict[str, list[float]] = defaultdict(list)
-    for times in steps:
-        for t in times:
-            op = parse_op(t.op)
-            if op.stage == stage and op.micro_batch in window and op.kind.value in "FBIW":
-                seconds[op.kind.value].append((t.end - t.ready) / 1e9)
-    return seconds
-
-
-def _cycle(steps: Sequence[Times], window: range) -> float:
-    """Mean seconds between the ends of two micro-batches' backwards in the window."""
-    spans = []
-    for times in steps:
-        ends = [
-            t.end
-            for t in times
-            if (op := parse_op(t.op)).kind.value in "BI" and op.micro_batch in window
-        ]
-        spans.append((max(ends) - min(ends)) / 1e9 / max(1, len(ends) - 1))
-    return sum(spans) / len(spans)
-
-
-def _transfers(
-    present: range,
-    boundaries: Sequence[Boundary],
-    all_times: Sequence[Sequence[Times]],
-    transport: str,
-    source: str,
-) -> tuple[TransferTimes, ...]:
-    """What the receiver waited for: from the send's start to the moment at which it was there."""
-    by_bytes: defaultdict[int, list[float]] = defaultdict(list)
-    for times in all_times:
-        sent = {t.op: t.start for row in times for t in row}
-        for row in times:
-            for t in row:
-                op = parse_op(t.op)
-                forward = op.kind.value == "F"
-                if op.kind.value not in "FBI":
-                    continue
-                source_stage = op.stage - 1 if forward else op.stage + 1
-                name = f"{source_stage}{'SEND_F' if forward else 'SEND_B'}{op.micro_batch}"
-                moment = sent.get(name)
-                if moment is None or t.start >= moment or source_stage not in present:
-                    continue
-                channel_bytes = _bytes(boundaries[min(op.stage, source_stage)], forward)
-                by_bytes[channel_bytes].append((t.ready - moment) / 1e9)
-    rows = []
-    for num_bytes, seconds in sorted(by_bytes.items()):
-        median, p95 = median_and_p95(seconds)
-        # How many are waited for shows in the run only: too few are no reason to refuse the rest.
-        enough = len(seconds) >= LEAST_SAMPLES
-        rows.append(
-            TransferTimes(
-                link=transport,
-                num_bytes=num_bytes,
-                seconds=median,
-                p95_s=p95,
-                origin="measured" if enough else "assumed",
-                source=f"{source}, those that were waited for"
-                + ("" if enough else f"; {len(seconds)} samples only"),
-                samples=len(seconds),
-            )
-        )
-    return tuple(rows)
-
-
-def _bytes(boundary: Boundary, forward: bool) -> int:
-    return sum(t.num_bytes for t in boundary.tensors if forward or t.name in DIFFERENTIABLE)

@@ -8,39 +8,65 @@ rows beside them, `out_of_memory_text` says what to change when a rank ran out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from ppruntime.config.keys import Config
+from ppruntime.experts.arena_bytes import arena_bytes
 from ppruntime.master_moments import master_moments
-from ppruntime.memory import sharded_master_bytes, state_bytes, table_bytes
+from ppruntime.memory import (
+    StateBytes,
+    activation_bytes,
+    first_backward,
+    gradient_bytes,
+    holdings,
+    sharded_master_bytes,
+    state_bytes,
+    table_bytes,
+)
 from ppruntime.models.dims import unit_parameters
 from ppruntime.models.parameters import Part
 from ppruntime.offload_plan import master_bytes
 from ppruntime.order import make_order
 from ppruntime.plan import StagePlan, cut
-from ppruntime.plan_report import StageReport, report
+from ppruntime.plan_report import StageReport, boundary_of, report
+from ppruntime.reduction_bytes import Reduction, reduction_end, reduction_peak
 from ppruntime.schedules.ops import COMPUTE, Kind, Op
 from ppruntime.text_table import short_bytes, text_table
+
+UPDATE = "update"
+"""Stands for all behind a step's last op: reduction, norm, update."""
+WARM_UP = "warm-up"
+"""Stands for the micro-batch that a stage computes before the first step."""
+WEIGHTS, COPIES, ACCUMULATORS = "weights", "low-precision copies", "accumulators"
+OPTIMIZER, SLOTS = "optimizer", "slots"
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a rank holds of its micro-batches while one op runs."""
+    """What a rank holds of its micro-batches while one op runs, or outside all ops."""
 
     op: str
+    """Its text, `UPDATE` or `WARM_UP`."""
     activations: int
-    """Kept from forwards for backwards, at the op's end if it is a forward, else at its start."""
+    """Kept from forwards for backwards, at the op's end if it is a forward, else at its start; in a
+    stage's first backward, where there is the most."""
     recompute: int
     """Made anew by the op's recompute."""
     masters_away: int = 0
     """Masters that are on the host meanwhile."""
     sums_to_come: int = 0
-    """Gradient sums of stages whose first backward has not begun."""
+    """Gradient sums that no backward has begun to make."""
+    workspaces: int = 0
+    """Buffers in which gradients are reduced."""
+    absent: Mapping[str, int] = field(default_factory=dict)
+    """Other bytes of the rows that last through a step that are not there, by row."""
 
     @property
     def total(self) -> int:
-        return self.activations + self.recompute - self.masters_away - self.sums_to_come
+        """Beyond the rows that last through a step."""
+        made = self.activations + self.recompute + self.workspaces
+        return made - self.masters_away - self.sums_to_come - sum(self.absent.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +89,9 @@ class RankLedger:
     resting_parameters: int
     """What parameters take between steps: the masters, and what is whole on every rank."""
     moments: tuple[Moment, ...]
-    """One per op of the rank's order."""
+    """One per computation of the rank's order, and the update behind them."""
+    start: tuple[Moment, ...] = ()
+    """Warm-ups of the rank's stages before the first step, which a GPU needs."""
 
     @property
     def through_the_step(self) -> int:
@@ -74,7 +102,8 @@ class RankLedger:
     @property
     def peak(self) -> Moment:
         """The first moment with the most."""
-        return max(self.moments, key=lambda moment: moment.total, default=Moment("no op", 0, 0))
+        moments = (*self.moments, *self.start)
+        return max(moments, key=lambda moment: moment.total, default=Moment("no op", 0, 0))
 
     @property
     def peak_bytes(self) -> int:
@@ -82,15 +111,20 @@ class RankLedger:
 
     def rows(self) -> tuple[tuple[str, int], ...]:
         """Names and bytes of all rows at the peak."""
+        peak = self.peak
+        lasting = (
+            (WEIGHTS, self.weights),
+            (COPIES, self.copies),
+            ("masters", self.masters - peak.masters_away),
+            (ACCUMULATORS, self.accumulators - peak.sums_to_come),
+            (OPTIMIZER, self.optimizer),
+            (SLOTS, self.slots),
+        )
         return (
-            ("weights", self.weights),
-            ("low-precision copies", self.copies),
-            ("masters", self.masters - self.peak.masters_away),
-            ("accumulators", self.accumulators - self.peak.sums_to_come),
-            ("optimizer", self.optimizer),
-            ("slots", self.slots),
-            ("activations in flight", self.peak.activations),
-            ("made again", self.peak.recompute),
+            *((name, num_bytes - peak.absent.get(name, 0)) for name, num_bytes in lasting),
+            ("activations in flight", peak.activations),
+            ("made again", peak.recompute),
+            ("workspaces", peak.workspaces),
         )
 
 
@@ -110,8 +144,8 @@ class MeasuredMemory:
 
 
 def predict(config: Config) -> tuple[RankLedger, ...]:
-    """The ledger of every pipeline rank. Workspaces and the allocator's slack are not predicted:
-    what a run measures above the peak is theirs."""
+    """The ledger of every pipeline rank. Of workspaces only the buffers of a reduction are
+    predicted, and the allocator's slack is not: what a run measures above the peak is theirs."""
     order, plan = make_order(config).lowered, report(config)
     cuts = cut(
         config.model.dims,
@@ -126,23 +160,22 @@ def predict(config: Config) -> tuple[RankLedger, ...]:
         copies = sum(part.copies for part in state.values())
         masters = sum(sharded_master_bytes(config, stage) for stage in own)
         optimizer = sum(part.optimizer for part in state.values())
-        leaving = {stage.index: master_bytes(config, stage) for stage in own}
-        sums = {index: part.gradients for index, part in state.items()}
-        ledgers.append(
-            RankLedger(
-                rank=rank.rank,
-                weights=rank.weight_bytes - copies,
-                copies=copies,
-                masters=masters,
-                accumulators=rank.gradient_bytes,
-                optimizer=optimizer - masters,
-                slots=rank.slot_bytes,
-                resting_parameters=masters
-                + _unsharded_bytes(config, own, masters)
-                + sum(table_bytes(config, s) for s in own if config.engram.tables == "device"),
-                moments=tuple(_moments(list(order.ops(rank.rank)), plan.stages, leaving, sums)),
-            )
+        ops = list(order.ops(rank.rank))
+        ledger = RankLedger(
+            rank=rank.rank,
+            weights=rank.weight_bytes - copies,
+            copies=copies,
+            masters=masters,
+            accumulators=rank.gradient_bytes,
+            optimizer=optimizer - masters,
+            slots=rank.slot_bytes,
+            resting_parameters=masters
+            + _unsharded_bytes(config, own, masters)
+            + sum(table_bytes(config, s) for s in own if config.engram.tables == "device"),
+            moments=tuple(_moments(config, ops, plan.stages, own, state)),
         )
+        start = () if config.run.device == "cpu" else _warm_ups(config, ledger, cuts, own, state)
+        ledgers.append(replace(ledger, start=tuple(start)))
     return tuple(ledgers)
 
 
@@ -160,40 +193,116 @@ def _unsharded_bytes(config: Config, stages: Sequence[StagePlan], masters: int) 
 
 
 def _moments(
+    config: Config,
     ops: Sequence[Op],
     stages: Sequence[StageReport],
-    masters: Mapping[int, int],
-    sums: Mapping[int, int],
+    own: Sequence[StagePlan],
+    state: Mapping[int, StateBytes],
 ) -> Iterator[Moment]:
-    """One per computation of a rank's lowered order. `masters` by stage leave and come back, `sums`
-    of gradients are made by the first backward."""
+    """One per computation of a rank's lowered order, and the update. Masters of `own` stages leave
+    and come back, sums of gradients are made by the first backward. With updates in the backward a
+    stage's weights and sums go behind its last op."""
+    masters = {stage.index: master_bytes(config, stage) for stage in own}
     leave, through = set[Op](), set[Op]()
     for index in masters:
         if (found := master_moments(ops, index)) is not None:
             leave.add(found.left)
             through.add(found.through)
+    applied = {op.stage: op for op in ops} if config.optim.apply_in_backward else {}
     held = away = 0
-    to_come = dict(sums)
+    to_come = {index: part.gradients for index, part in state.items()}
+    firsts = {stage.index: first_backward(config, stage) for stage in own}
+    done: list[StagePlan] = []
+    gone = reduction_end(config, done, applied=True)
     for op in ops:
         stage, kind = stages[op.stage], op.kind
-        again = 0
+        again = freed = still_to_come = 0
         if op in leave:
             away += masters[op.stage]
         if kind is Kind.F:
             held += stage.held_bytes
         elif kind in (Kind.B, Kind.I):
             again = stage.recompute_bytes
-            to_come.pop(op.stage, None)
+            if to_come.pop(op.stage, None) is not None and kind is Kind.B:
+                first = firsts[op.stage]
+                freed, again = first.freed, first.recompute
+                still_to_come = first.sums_to_come
         elif kind is Kind.OFFLOADED:
             held -= stage.leaving_bytes
         elif kind is Kind.RELOAD:
             held += stage.leaving_bytes
-        if kind in COMPUTE:
-            yield Moment(str(op), held, again, away, sum(to_come.values()))
+        coming = sum(to_come.values()) + still_to_come
+        here = Moment(str(op), held - freed, again, away, coming, 0, _absent(gone))
         if kind in (Kind.B, Kind.W):
             held -= stage.held_bytes
         if op in through:
             away -= masters[op.stage]
+        if applied.get(op.stage) == op:
+            (ending,) = (each for each in own if each.index == op.stage)
+            peak = reduction_peak(config, [ending], applied=True)
+            absent = _absent(gone, peak)
+            reduced = Moment(str(op), held, 0, away, coming - still_to_come, peak.buffer, absent)
+            here = max(here, reduced, key=lambda moment: moment.total)
+            done.append(ending)
+            gone = reduction_end(config, done, applied=True)
+            yield here
+        elif kind in COMPUTE:
+            yield here
+    if applied:
+        yield Moment(UPDATE, 0, 0, absent=_absent(gone))
+    else:
+        peak = reduction_peak(config, own)
+        yield Moment(UPDATE, 0, 0, workspaces=peak.buffer, absent=_absent(peak))
+
+
+def _absent(*reductions: Reduction) -> dict[str, int]:
+    return {
+        WEIGHTS: sum(each.weights_gone for each in reductions),
+        ACCUMULATORS: sum(each.sums_gone for each in reductions),
+    }
+
+
+def _warm_ups(
+    config: Config,
+    ledger: RankLedger,
+    cuts: Sequence[StagePlan],
+    own: Sequence[StagePlan],
+    state: Mapping[int, StateBytes],
+) -> Iterator[Moment]:
+    """A micro-batch of each stage alone, forward and back: before that the rank has masters and
+    no moments, channels are not open, and what crosses lies in memory of its own. Reducing its
+    gradients takes no more than an update of the whole rank."""
+    for stage in own:
+        received = boundary_of(config, cuts[stage.index - 1]) if stage.index else 0
+        returned = gradient_bytes(config, stage.after) if stage.index + 1 < len(cuts) else 0
+        part, first = state[stage.index], first_backward(config, stage)
+        yield Moment(
+            WARM_UP,
+            received + activation_bytes(config, stage) + returned - first.freed,
+            first.recompute,
+            sums_to_come=first.sums_to_come,
+            absent={
+                WEIGHTS: ledger.weights
+                - _whole_weights(config, own)
+                - (part.weights - part.copies)
+                + _whole_weights(config, [stage]),
+                COPIES: ledger.copies - part.copies,
+                ACCUMULATORS: ledger.accumulators - part.gradients,
+                OPTIMIZER: ledger.optimizer,
+                SLOTS: ledger.slots - arena_bytes(config),
+            },
+        )
+
+
+def _whole_weights(config: Config, stages: Sequence[StagePlan]) -> int:
+    """Weights that are not gathered for a step, but there at all times."""
+    return sum(
+        held.weights
+        for stage in stages
+        for unit in stage.units
+        for held in holdings(config, stage, unit)
+        if not held.is_sharded
+    )
 
 
 def ledger_text(config: Config) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from ppruntime.config.keys import Config
@@ -56,37 +56,86 @@ def state_bytes(config: Config, stage: StagePlan) -> StateBytes:
     Those in host memory are not counted.
     """
     dims, compute = config.model.dims, config.moe.compute
-    wide = config.train.precision == "fp32"
-    sharded = not wide or config.parallel.num_data_ranks > 1
-    weights = gradients = optimizer = copies = 0
+    gradients = waiting_gradient_bytes(config, stage)
+    weights = optimizer = copies = 0
     for spec in stage.units:
-        if compute.backend != "torch" and spec.kind is UnitKind.MOE:
-            gradients += (compute.num_fused(stage.index) - 1) * _waiting_bytes(config)
         in_fp8 = fp8_linears(spec) if config.kernels.linear != "reference" else ()
-        for parameter in unit_parameters(dims, spec):
-            here, shard = _shares(config, parameter)
-            moments = _num_moments(config, parameter)
-            if parameter.part is Part.ENGRAM_TABLE:
-                if config.engram.tables == "device":
-                    weights += here * _FP32
-                    gradients += here * _FP32
-                    optimizer += here * _FP32 * moments
-                continue
+        for parameter, held in zip(
+            unit_parameters(dims, spec), holdings(config, stage, spec), strict=True
+        ):
+            weights += held.weights
+            gradients += held.sums
+            optimizer += held.masters + held.moments
+            here, _ = _shares(config, parameter)
             if parameter.name.removesuffix(".weight") in in_fp8:
                 copies += 2 * here
             if parameter.part is Part.EXPERTS and compute.backend != "torch":
                 copies += copy_bytes(here, turned=not compute.turns_on_demand(stage.index))
-                if compute.frees_weights(stage.index) and not wide:
-                    weights -= here * _BF16
-            # What stays fp32 in a bf16 model is not sharded: FSDP casts all that it gathers.
-            whole = not sharded or (parameter.fp32 and not wide)
-            weights += here * (_FP32 if wide or parameter.fp32 else _BF16)
-            if not parameter.frozen:
-                gradients += here * _FP32
-                optimizer += (here if whole else shard) * _FP32 * moments
-            if not whole:
-                optimizer += shard * _FP32
     return StateBytes(weights + copies, gradients, optimizer, copies)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One parameter on one rank through a step, in bytes of the device."""
+
+    part: Part
+    is_sharded: bool
+    """Whether its master is a shard apart from what the unit multiplies with."""
+    weights: int
+    sums: int
+    """Of gradients, over the step's micro-batches."""
+    masters: int
+    """0 where the weights are the masters."""
+    moments: int
+    sharded_sums: int
+    """What is left of `sums` once they are reduced."""
+    whole_shards: int
+    """Of `sums`, as a reduction wants them: shards of one size, one for each rank."""
+
+
+def holdings(config: Config, stage: StagePlan, spec: UnitSpec) -> tuple[Holding, ...]:
+    """The unit's parameters, which is one of the stage's, in `unit_parameters`' order."""
+    parameters = unit_parameters(config.model.dims, spec)
+    return tuple(_holding(config, stage, parameter) for parameter in parameters)
+
+
+def _holding(config: Config, stage: StagePlan, parameter: ParameterSpec) -> Holding:
+    here, shard = _shares(config, parameter)
+    moments, compute = _num_moments(config, parameter), config.moe.compute
+    if parameter.part is Part.ENGRAM_TABLE:
+        rows = here * _FP32 if config.engram.tables == "device" else 0
+        return Holding(parameter.part, False, rows, rows, 0, rows * moments, rows, 0)
+    wide, layout = config.train.precision == "fp32", config.parallel
+    # What stays fp32 in a bf16 model is not sharded: FSDP casts all that it gathers.
+    sharded = layout.num_data_ranks > 1 if wide else not parameter.fp32
+    weights = here * (_FP32 if wide or parameter.fp32 else _BF16)
+    is_expert = parameter.part is Part.EXPERTS
+    if is_expert and compute.backend != "torch" and compute.frees_weights(stage.index) and not wide:
+        weights = 0
+    own = shard if sharded else here
+    num_shards = layout.dp if is_expert else layout.num_data_ranks
+    learns = not parameter.frozen
+    return Holding(
+        part=parameter.part,
+        is_sharded=sharded,
+        weights=weights,
+        sums=here * _FP32 * learns,
+        masters=shard * _FP32 * sharded,
+        moments=own * _FP32 * moments * learns,
+        sharded_sums=own * _FP32 * learns,
+        whole_shards=shard * num_shards * _FP32 * learns if sharded else 0,
+    )
+
+
+def waiting_gradient_bytes(config: Config, stage: StagePlan) -> int:
+    """What FP8 experts of the stage hold of micro-batches whose weight gradients wait for a later
+    one's."""
+    compute = config.moe.compute
+    if compute.backend == "torch":
+        return 0
+    num_waiting = compute.num_fused(stage.index) - 1
+    blocks = sum(spec.kind is UnitKind.MOE for spec in stage.units)
+    return blocks * num_waiting * _waiting_bytes(config)
 
 
 def _waiting_bytes(config: Config) -> int:
@@ -183,6 +232,32 @@ def recompute_bytes(config: Config, stage: StagePlan) -> int:
         ),
         default=0,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class FirstBackward:
+    """Where a stage's first backward holds the most, in bytes. It goes unit by unit: behind it
+    activations are freed and sums made, ahead of it activations wait and there are no sums yet."""
+
+    freed: int
+    """Of the micro-batch's activations."""
+    recompute: int
+    """Made again by the unit that is computed."""
+    sums_to_come: int
+
+
+def first_backward(config: Config, stage: StagePlan) -> FirstBackward:
+    """The first of the moments with the most. A unit's sums and activations count together."""
+    kept, moments = activation_bytes(config, stage), []
+    to_come = sum(held.sums for spec in stage.units for held in holdings(config, stage, spec))
+    for i, spec in reversed([*enumerate(stage.units)]):
+        up_to_here = replace(stage, units=stage.units[: i + 1])
+        to_come -= sum(held.sums for held in holdings(config, stage, spec))
+        freed = kept - activation_bytes(config, up_to_here)
+        again = recompute_bytes(config, replace(stage, units=(spec,)))
+        moments.append(FirstBackward(freed, again, to_come))
+    none = FirstBackward(0, 0, 0)
+    return max(moments, key=lambda m: m.recompute - m.freed - m.sums_to_come, default=none)
 
 
 def gradient_bytes(config: Config, after: UnitSpec) -> int:

@@ -16,9 +16,6 @@ from ppruntime.ledger import RankLedger, predict
 from ppruntime.schedules.draw_memory import MemoryBar, MemoryPanel, svg_memory
 from ppruntime.text_table import short_bytes
 
-UPDATE = "update"
-"""Stands for all behind a step's last op: reduction, norm, update."""
-
 
 @dataclass(frozen=True, slots=True)
 class OpMemory:
@@ -33,7 +30,7 @@ class OpMemory:
     reserved_bytes: int | None
     """What the allocator held from the device then; None where there is none."""
     predicted_bytes: int | None = None
-    """The ledger's, while the op runs; None for what is no computation."""
+    """The ledger's, while the op runs; None where it has none."""
 
 
 @dataclass(frozen=True, slots=True)

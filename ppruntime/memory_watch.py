@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ppruntime.memory_record import UPDATE, OpMemory
+from ppruntime.ledger import UPDATE
+from ppruntime.memory_record import OpMemory
 
 
 class Counter(Protocol):
@@ -120,7 +121,7 @@ class TensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     stands for another memory, such as a host's beside a device, and does not count.
 
     What changes its size in place (FSDP's gathered weights, masters that leave) counts with its new
-    size at the end of the span.
+    size from the next new peak on, or from the end of the span.
     """
 
     def __init__(
@@ -158,7 +159,8 @@ class TensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 given = {id(_memory_of(each)) for each in tree_leaves((args, kwargs))}
             if id(storage) not in given:
                 self._follow(storage)
-        self._peak = max(self._peak, self._live)
+        if self._live > self._peak:  # unless something has become smaller meanwhile
+            self._measure_again()
         return result
 
     def _follow(self, storage: torch.UntypedStorage) -> None:

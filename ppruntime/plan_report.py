@@ -28,6 +28,7 @@ from ppruntime.offload_plan import host_bytes, leaving_bytes, master_bytes, offl
 from ppruntime.order import Order, make_order
 from ppruntime.plan import StagePlan, cut, train_flops_per_token
 from ppruntime.recompute import repeated_flops
+from ppruntime.reduction_bytes import reduction_peak
 from ppruntime.schedules.costs import Costs
 from ppruntime.schedules.counts import Edge, num_transfers
 from ppruntime.schedules.ops import Kind, Op
@@ -69,10 +70,13 @@ class StageReport:
     """What one micro-batch in flight keeps there, beside receive buffers."""
     leaving_bytes: int
     """By how much an offloaded one is lighter."""
+    update_bytes: int
+    """All that is there while gradients are reduced, with the buffer for that."""
 
     @property
     def total_bytes(self) -> int:
-        return (
+        """The most, in the order's ops or behind them."""
+        ops = (
             self.weight_bytes
             + self.gradient_bytes
             + self.optimizer_bytes
@@ -80,6 +84,7 @@ class StageReport:
             + self.recompute_bytes
             + self.slot_bytes
         )
+        return max(ops, self.update_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,10 @@ class RankReport:
     """The largest of its stages': one backward runs at a time."""
     slot_bytes: int
     """Its stages', and the arenas of dispatcher mega_moe."""
+    update_bytes: int
+    """All that is there while gradients are reduced, with the buffer for that."""
     total_bytes: int
+    """The most, in the order's ops or behind them."""
     host_bytes: int
     """Host memory for what is offloaded and for Engram tables there; no part of the total."""
 
@@ -206,7 +214,9 @@ _LEGEND = (
     "bytes of one rank, by the model's sizes. grads: fp32 sums; optim: masters and moments;"
     " acts: saved for the backward",
     "by all micro-batches in flight at the peak; again: the largest half-layer that is recomputed;"
-    " slots: receive buffers",
+    " slots: receive buffers;",
+    "total: all columns together, or what is there behind the last op while gradients are reduced,"
+    " if that is more",
 )
 
 
@@ -264,6 +274,7 @@ def _stages(
         in_flight = _peak(order, {s: 1}, {s: 0}).activations
         leaving, masters = {s: leaving_bytes(config, stage)}, {s: master_bytes(config, stage)}
         held = _peak(order, {s: per_micro_batch[s]}, leaving, masters)
+        slots = _slot_bytes(config, order, plan, stage)
         reports.append(
             StageReport(
                 stage=s,
@@ -273,18 +284,23 @@ def _stages(
                 parameters=sum(u.parameters + u.engram_parameters for u in stage.units),
                 train_flops_per_token=flops[s],
                 share_of_slowest=flops[s] / max(flops),
-                boundary_bytes=_boundary(config, stage),
+                boundary_bytes=boundary_of(config, stage),
                 weight_bytes=state.weights,
                 gradient_bytes=state.gradients,
                 optimizer_bytes=state.optimizer - masters[s] + held.masters,
                 activation_bytes=held.activations,
                 recompute_bytes=recompute_bytes(config, stage),
-                slot_bytes=_slot_bytes(config, order, plan, stage),
+                slot_bytes=slots,
                 host_bytes=host_bytes(config, order, leaving, masters)
                 + host_table_bytes(config, stage),
                 in_flight=in_flight,
                 held_bytes=per_micro_batch[s],
                 leaving_bytes=leaving[s],
+                update_bytes=state.weights
+                + state.gradients
+                + state.optimizer
+                + slots
+                + _reduction(config, [stage]),
             )
         )
     return tuple(reports)
@@ -304,11 +320,14 @@ def _rank(
     gradients = sum(s.gradient_bytes for s in stages)
     masters = {stage.index: master_bytes(config, stage) for stage in plan}
     held = _peak(order, {s.stage: per_micro_batch[s.stage] for s in stages}, leaving, masters)
-    optimizer = sum(state_bytes(config, stage).optimizer for stage in plan)
-    optimizer += held.masters - sum(masters.values())
+    all_optimizer = sum(state_bytes(config, stage).optimizer for stage in plan)
+    optimizer = all_optimizer + held.masters - sum(masters.values())
     activations = held.activations
     recompute = max(s.recompute_bytes for s in stages)
     slots = sum(s.slot_bytes for s in stages) + arena_bytes(config)
+    update = weights + gradients + all_optimizer + slots + _reduction(config, plan)
+    if config.optim.apply_in_backward and len(plan) > 1:
+        update += activations  # of stages that are not through
     return RankReport(
         rank=plan[0].rank,
         stages=tuple(s.stage for s in stages),
@@ -318,10 +337,19 @@ def _rank(
         activation_bytes=activations,
         recompute_bytes=recompute,
         slot_bytes=slots,
-        total_bytes=weights + gradients + optimizer + activations + recompute + slots,
+        update_bytes=update,
+        total_bytes=max(weights + gradients + optimizer + activations + recompute + slots, update),
         host_bytes=host_bytes(config, order, leaving, masters)
         + sum(host_table_bytes(config, stage) for stage in plan),
     )
+
+
+def _reduction(config: Config, stages: Sequence[StagePlan]) -> int:
+    """The most that reducing gradients takes beyond what lasts through a step: of all stages of a
+    rank one after another, or with updates in the backward of each by itself."""
+    if not config.optim.apply_in_backward:
+        return reduction_peak(config, stages).more
+    return max(reduction_peak(config, [stage], applied=True).more for stage in stages)
 
 
 def flop_costs(config: Config, plan: Sequence[StagePlan]) -> Costs:
@@ -350,8 +378,8 @@ def _train_flops(config: Config, stage: StagePlan) -> float:
     return sum(train_flops_per_token(dims, spec, seq_len) for spec in stage.units)
 
 
-def _boundary(config: Config, stage: StagePlan) -> int:
-    """Bytes of a micro-batch that the stage hands on."""
+def boundary_of(config: Config, stage: StagePlan) -> int:
+    """Bytes of a micro-batch that the stage hands on to the next one."""
     train = config.train
     return boundary_bytes(
         config.model.dims,
@@ -366,7 +394,7 @@ def _held_bytes(config: Config, plan: Sequence[StagePlan], stage: StagePlan) -> 
     """What a micro-batch in flight keeps on the stage, beside receive buffers: a stage of the same
     rank hands its tensors over as they are."""
     before = plan[stage.index - 1] if stage.index else None
-    received = _boundary(config, before) if before and before.rank == stage.rank else 0
+    received = boundary_of(config, before) if before and before.rank == stage.rank else 0
     return received + activation_bytes(config, stage)
 
 
@@ -418,7 +446,7 @@ def _slot_bytes(config: Config, order: Order, plan: Sequence[StagePlan], stage: 
     """Receive buffers of hops from other ranks, and what Engram's lookups take up."""
     s, total = stage.index, lookup_bytes(config, stage)
     if s > 0 and plan[s - 1].rank != stage.rank:
-        total += order.slots[Edge(s - 1, s, "F")] * _boundary(config, plan[s - 1])
+        total += order.slots[Edge(s - 1, s, "F")] * boundary_of(config, plan[s - 1])
     if s + 1 < len(plan) and plan[s + 1].rank != stage.rank:
         total += order.slots[Edge(s + 1, s, "B")] * gradient_bytes(config, stage.after)
     return total

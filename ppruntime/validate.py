@@ -80,6 +80,12 @@ class Ledger:
         return hashlib.sha256(line.encode()).hexdigest()[:16]
 
 
+def predictions_beside(record: Path) -> Path:
+    """Where a record's predictions are, if nothing else is said: another record's stay as they
+    were."""
+    return record.with_name(f"{record.stem}-predictions.jsonl")
+
+
 def exact_cases() -> list[Verdict]:
     """V0: timeline and event simulator against an independent longest path, on every order with
     unequal stages, and against closed forms on equal ones."""

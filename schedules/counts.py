@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from ppruntime.schedules.ops import Kind, Schedule, ScheduleError, ops_of
 
@@ -85,7 +85,12 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(peaks)
 
 
-def backward_kinds(schedule: Schedule, stage: int) -> frozenset[Kind]:
+BackwardKinds: TypeAlias = frozenset[Kind]
+"""Of B and I, those by which a stage goes backward."""
+BOTH_BACKWARDS: BackwardKinds = frozenset((Kind.B, Kind.I))
+
+
+def backward_kinds(schedule: Schedule, stage: int) -> BackwardKinds:
     """How the stage goes backward: B, I, or both."""
     return frozenset(
         op.kind

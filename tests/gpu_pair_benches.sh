@@ -38,6 +38,7 @@ run moe-ep2 200 "${cli[@]}" bench moe --ranks 2 --repetitions 6
 run moe-pairs 150 "${cli[@]}" bench moe --ranks 2 --pairs
 run validation-run 90 "${ranks[@]}" validate-run "${bf16[@]}" "${put[@]}" pp.schedule=1f1b_w \
     train.num_micro_batches=24 pp.gemm_sms=120 --steps 3 \
+    optim.type=sign_sgd optim.clip_norm=default \
     --predictions "$out/validation-run-predictions.jsonl" --calibrate-with \
     "train.num_micro_batches=12 pp.schedule=1f1b pp.transport=copy_engine pp.nccl_library=default"
 run memory-2-gpus 290 "${cli[@]}" bench memory --layouts pp2,dp2 --limit-seconds 250

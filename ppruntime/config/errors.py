@@ -81,7 +81,9 @@ def describe(kind: inspect.Type) -> str:
             return f"a list, each entry {describe(item)}"
         case inspect.TupleType(item_types=items):
             return f"a list of {len(items)}, each entry {describe(items[0])}"
-        case inspect.StructType() | inspect.DictType():
+        case inspect.DictType(value_type=value):
+            return f"a table, each value {describe(value)}"
+        case inspect.StructType():
             return "a table"
         case _:
             raise AssertionError(f"no words for {kind}; a new type of key needs a case here")

@@ -20,6 +20,7 @@ from ppruntime.build import Pipeline, build_pipeline
 from ppruntime.config import Config
 from ppruntime.data.batches import open_data
 from ppruntime.models.carry import MicroBatch
+from ppruntime.models.dispatch import check_waits
 from ppruntime.models.weight_copies import WeightCopies, renew_copies
 from ppruntime.optim import clip_, global_norm
 from ppruntime.projection.calibrate import on_device
@@ -121,6 +122,7 @@ class _Step:
             "optimizer": self._update,
         }
         mine = [self._seconds(piece) for piece in pieces.values()]
+        check_waits(self._pipeline.dispatchers)
         slowest = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return dict(zip(pieces, slowest.tolist(), strict=True))

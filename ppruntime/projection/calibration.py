@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -51,6 +51,9 @@ class StageTimes(OpTimes, frozen=True, kw_only=True):
     """A whole stage, timed as one. Holds for the file's `layers_per_stage` only."""
 
     stage: int
+    whole_backwards: bool = False
+    """I and W were timed as one, and each is given half of it: right for an order that has them as
+    one, a guess for one that parts them."""
 
 
 class UnitTimes(OpTimes, frozen=True, kw_only=True):
@@ -177,22 +180,33 @@ def unit_type(dims: ModelDims, spec: UnitSpec) -> str:
     return name + ".engram" * (spec.engram_parameters > 0)
 
 
-def transfer_seconds(rows: Sequence[TransferTimes], num_bytes: int) -> tuple[float, bool]:
-    """Time of `num_bytes`, and whether it is a row's own: linear between the two nearest rows,
-    below the smallest as long as it, above the largest at its bytes per second."""
+class FoundTransfer(NamedTuple):
+    """What `transfer_seconds` gives."""
+
+    seconds: float
+    is_exact: bool
+    """A row was of just so many bytes."""
+    rows: tuple[TransferTimes, ...]
+    """What it rests on."""
+
+
+def transfer_seconds(rows: Sequence[TransferTimes], num_bytes: int) -> FoundTransfer:
+    """Time of `num_bytes`: a row's own, else linear between the two nearest rows, below the
+    smallest as long as it, above the largest at its bytes per second."""
     ordered = sorted(rows, key=lambda row: row.num_bytes)
     for row in ordered:
         if row.num_bytes == num_bytes:
-            return row.seconds, True
+            return FoundTransfer(row.seconds, True, (row,))
     above = next((i for i, row in enumerate(ordered) if row.num_bytes > num_bytes), len(ordered))
     if above == 0:
-        return ordered[0].seconds, False
+        return FoundTransfer(ordered[0].seconds, False, (ordered[0],))
     low = ordered[above - 1]
     if above == len(ordered):
-        return low.seconds * num_bytes / low.num_bytes, False
+        return FoundTransfer(low.seconds * num_bytes / low.num_bytes, False, (low,))
     high = ordered[above]
     part = (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)
-    return low.seconds + part * (high.seconds - low.seconds), False
+    seconds = low.seconds + part * (high.seconds - low.seconds)
+    return FoundTransfer(seconds, False, (low, high))
 
 
 SENT = ("gather", "reduce")

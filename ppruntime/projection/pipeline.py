@@ -196,23 +196,28 @@ def stage_costs(
     calibration: Calibration | None,
     efficiency: float | None,
     gpu_flops: float,
+    parts_backwards: bool = False,
 ) -> tuple[StageCost, ...]:
     """Each stage from the calibration's row for it, else from rows for the types of its units, else
     from FLOPs at `efficiency`, a share of `gpu_flops`.
 
-    These FLOPs are the executed ones: attention and recomputation count. Raises ProjectionError
-    where a unit has no row and no efficiency is assumed.
+    These FLOPs are the executed ones: attention and recomputation count. `parts_backwards`: the
+    order has I and W apart, which of a stage whose backwards were timed whole is a model. Raises
+    ProjectionError where a unit has no row and no efficiency is assumed.
     """
     whole = {row.stage: row for row in calibration.stages} if calibration else {}
     if calibration:
-        _check_fits(config, plan, calibration)
+        check_fits(config, plan, calibration)
     costs = []
     used_efficiency = False
     for stage in plan:
         if stage.index in whole:
             row = whole[stage.index]
             times = (row.forward_s, row.input_grad_s, row.weight_grad_s)
-            piece = Piece(f"stage {stage.index}", *times, Origin(row.origin), row.source)
+            origin = Origin(row.origin)
+            if row.whole_backwards and parts_backwards:
+                origin = weakest(origin, Origin.MODELLED)
+            piece = Piece(f"stage {stage.index}", *times, origin, row.source)
             costs.append(StageCost((piece,)))
             continue
         pieces = []
@@ -261,16 +266,25 @@ def hop_costs(
             config.train.seq_len,
             dtype=compute_dtype_name(config),
         )
-        there, exact_there = transfer_seconds(rows, forward)
-        back, exact_back = transfer_seconds(rows, gradient_bytes(config, stage.after))
-        least = Origin.MEASURED if exact_there and exact_back else Origin.MODELLED
-        origin = weakest(least, *(Origin(row.origin) for row in rows))
-        hops.append(HopCost(there, back, origin, f"{chosen}: {rows[0].source}"))
+        there = transfer_seconds(rows, forward)
+        back = transfer_seconds(rows, gradient_bytes(config, stage.after))
+        least = Origin.MEASURED if there.is_exact and back.is_exact else Origin.MODELLED
+        used = (*there.rows, *back.rows)
+        sources = "; ".join(dict.fromkeys(row.source for row in used))
+        hops.append(
+            HopCost(
+                there.seconds,
+                back.seconds,
+                weakest(least, *(Origin(row.origin) for row in used)),
+                f"{chosen}: {sources}",
+            )
+        )
     return tuple(hops)
 
 
-def _check_fits(config: Config, plan: Sequence[StagePlan], calibration: Calibration) -> None:
-    """Times of another model, batch or cut are not this run's."""
+def check_fits(config: Config, plan: Sequence[StagePlan] | None, calibration: Calibration) -> None:
+    """Raises ProjectionError for times of another model, batch or cut, which are not this run's;
+    `plan` is its cut, None where the cut is still to be found."""
     here = (
         ("model", config.model.name, calibration.model, "model.name"),
         ("seq_len", config.train.seq_len, calibration.seq_len, "train.seq_len"),
@@ -288,7 +302,9 @@ def _check_fits(config: Config, plan: Sequence[StagePlan], calibration: Calibrat
                 f"the calibration is for {name} {timed}, the run has {run}; set {key}={timed} or "
                 "calibrate the run"
             )
-    if calibration.stages and calibration.layers_per_stage != tuple(s.num_layers for s in plan):
+    if plan is None or not calibration.stages:
+        return
+    if calibration.layers_per_stage != tuple(s.num_layers for s in plan):
         cut = ", ".join(f"{layers:g}" for layers in calibration.layers_per_stage or ())
         raise ProjectionError(
             f"the calibration timed stages of {cut} layers; set pp.layers_per_stage=[{cut}] or "

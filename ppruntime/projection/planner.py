@@ -19,8 +19,10 @@ from ppruntime.schedules import make
 from ppruntime.schedules.costs import Costs, Hops
 from ppruntime.schedules.counts import peak_in_flight
 from ppruntime.schedules.law import steady_time
+from ppruntime.schedules.machine import Interference, Link, Machine
 from ppruntime.schedules.ops import ScheduleError
 from ppruntime.schedules.plan_warmup import plan_warmup
+from ppruntime.schedules.simulator import simulate_machine
 from ppruntime.schedules.timeline import simulate
 
 
@@ -84,11 +86,14 @@ def find_plans(task: Task, keep: int = 3) -> Found:
     if not plans:
         raise ProjectionError(_nothing_fits(task))
     plans.sort(key=lambda plan: plan.step_s)
+    plans = sorted((_disturbed(task, plan) for plan in plans[:keep]), key=lambda plan: plan.step_s)
     uniform, why = uniform_plan(task)
+    if uniform is not None:
+        uniform = _disturbed(task, uniform)
     least = [min(unit.choices, key=lambda c: c.work_s).work_s for unit in task.units]
     balance = max(sum(least) / task.num_stages, max(least))
     return Found(
-        tuple(plans[:keep]),
+        tuple(plans),
         Bounds(balance, cut_s, task.num_micro_batches * cut_s + task.per_step_s),
         uniform,
         why,
@@ -134,11 +139,7 @@ def _in_flight(order: str, task: Task) -> tuple[int, ...]:
 
 def _played(task: Task, order: str, stages: tuple[PlannedStage, ...]) -> Iterator[Plan]:
     """The order as it is, and with the warm-up that memory allows and the hops need."""
-    costs = Costs(
-        tuple(s.forward_s for s in stages),
-        tuple(s.input_grad_s for s in stages),
-        tuple(s.weight_grad_s for s in stages),
-    )
+    costs = _costs(stages)
     hops = Hops.both(task.hop_s)
     deferred = order == "1f1b_w"
     warmups: list[tuple[int, ...]] = []
@@ -171,6 +172,32 @@ def _played(task: Task, order: str, stages: tuple[PlannedStage, ...]) -> Iterato
         )
 
 
+def _disturbed(task: Task, plan: Plan) -> Plan:
+    """The plan with the step that it takes where transfers slow compute down; the rank that an op
+    is on sends its messages one after another."""
+    if task.interference == Interference():
+        return plan
+    warmup = plan.warmup if plan.order == "async_1f1b" else None
+    schedule = make(plan.order, task.num_stages, task.num_micro_batches, warmup_step=warmup)
+    num_hops = task.num_stages - 1
+    machine = Machine(
+        costs=_costs(plan.stages),
+        links=(Link("hop", 0.0, 1.0),) * num_hops,  # a message's bytes are its seconds
+        forward_bytes=(task.hop_s,) * num_hops,
+        backward_bytes=(task.hop_s,) * num_hops,
+        interference=task.interference,
+    )
+    return replace(plan, step_s=simulate_machine(schedule, machine).seconds + task.per_step_s)
+
+
+def _costs(stages: Sequence[PlannedStage]) -> Costs:
+    return Costs(
+        tuple(s.forward_s for s in stages),
+        tuple(s.input_grad_s for s in stages),
+        tuple(s.weight_grad_s for s in stages),
+    )
+
+
 def _falling(limits: Sequence[int]) -> list[int]:
     """The law takes warm-ups that do not grow from rank to rank, so a rank's limit is its own."""
     return [max(1, limit) for limit in limits]
@@ -191,5 +218,6 @@ def _nothing_fits(task: Task) -> str:
         f"no cut into {task.num_stages} stages fits {task.memory_bytes / 1e9:.4g} GB a rank: on "
         f"average {task.reserved_bytes / 1e9:.3g} GB are reserved, {static / 1e9:.4g} GB lie there "
         f"throughout and {held / 1e9:.3g} GB are kept of each micro-batch in flight; raise "
-        "--memory-gb, dp or pp.size, or allow --host-bandwidth"
+        "--memory-gb, parallel.dp or pp.size"
+        + ("" if task.host_bytes_per_s else ", or allow offload with --host-gb-per-s")
     )

@@ -14,6 +14,7 @@ from ppruntime.models.dims import UnitKind, UnitSpec, boundary_bytes, unit_specs
 from ppruntime.plan import StagePlan
 from ppruntime.projection.calibration import Calibration, on_data_ranks, transfer_seconds, unit_type
 from ppruntime.projection.kernel_records import Kernels
+from ppruntime.projection.pipeline import check_fits
 from ppruntime.projection.planner_task import Choice, ExpertUse, PlannedUnit, Task, Variant
 from ppruntime.projection.projector import Origin, ProjectionError, weakest
 
@@ -30,7 +31,8 @@ def task_of(
 ) -> Task:
     """The planner's task: choices per unit from the calibration's rows of all its AC modes, bytes
     from its memory rows, else by the model's sizes; `variants` are `expert_variants` of the config
-    if none are given. Raises ProjectionError for a missing row."""
+    if none are given. Raises ProjectionError for a missing row, and for times of another run."""
+    check_fits(config, None, calibration)
     specs = unit_specs(config.model.dims)
     return Task(
         units=tuple(_unit(config, calibration, spec) for spec in specs),
@@ -137,10 +139,15 @@ def _hop(
     links = sorted({row.link for row in calibration.transfers})
     chosen = link if link is not None else (links[0] if len(links) == 1 else None)
     rows = [row for row in calibration.transfers if row.link == chosen]
-    if not rows:
+    if not links:
         raise ProjectionError(
-            f"the calibration has links {', '.join(links) or 'none'}; choose one with --link, or "
-            "add transfers"
+            "the calibration has no transfers; add them with ppruntime calibrate on two pipeline "
+            "ranks"
+        )
+    if not rows:
+        missing = "" if link is None else f"no link {link}, but "
+        raise ProjectionError(
+            f"the calibration has {missing}links {', '.join(links)}; choose one with --link"
         )
     train = config.train
     sizes = [
@@ -153,4 +160,4 @@ def _hop(
         )
         for spec in specs[:-1]
     ]
-    return transfer_seconds(rows, max(sizes))[0]
+    return transfer_seconds(rows, max(sizes)).seconds

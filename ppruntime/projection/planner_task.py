@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ppruntime.projection.projector import Origin
+from ppruntime.schedules.machine import Interference
+
+_UNDISTURBED = Interference()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ class Task:
     host_bytes_per_s: float = 0.0
     """To the host and back at once; 0: activations are never offloaded."""
     per_step_s: float = 0.0
+    interference: Interference = _UNDISTURBED
+    """What transfers do to compute; the plans that are found are played with it."""
     orders: tuple[str, ...] = ("1f1b", "1f1b_w", "async_1f1b")
 
 

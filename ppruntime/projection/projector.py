@@ -12,6 +12,8 @@ from enum import StrEnum
 
 DAY_S = 86400.0
 HOUR_S = 3600.0
+MOST_OF_PEAK = 2.0
+"""No GPU runs faster than so many times its dense bf16 peak: FP8's is twice as high."""
 
 
 class ProjectionError(ValueError):

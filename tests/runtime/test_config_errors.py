@@ -655,3 +655,11 @@ def test_an_option_of_another_transport_is_a_mistake(override, text):
     with pytest.raises(ConfigError) as caught:
         load([tiny], [override])
     assert str(caught.value) == f"command line: {text}"
+
+
+@pytest.mark.parametrize("value", ['"half"', '["full"]', '["full", "none", "full"]', "3"])
+def test_a_wrong_value_within_a_table_is_answered_by_what_its_values_may_be(value, run):
+    (text,) = run(RUN, f"ac.layer_modes={{0 = {value}}}")
+    assert text.startswith("command line: ac.layer_modes = ")
+    assert 'expected a table, each value one of "attention", "full"' in text
+    assert "or a list of 2, each entry one of" in text

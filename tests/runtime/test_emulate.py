@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from ppruntime.build import build_stage
+from ppruntime.clocks import OpTimes
 from ppruntime.config import load
 from ppruntime.connect import open_beside
 from ppruntime.data.batches import open_data
@@ -25,6 +26,7 @@ from ppruntime.emulate_transport import ReplayTransport, split_channels
 from ppruntime.experts.options import ExpertChoice
 from ppruntime.launch.cli import main
 from ppruntime.models.kernels.expert_backends import ExpertBackend
+from ppruntime.op_samples import waited_for
 from ppruntime.plan import cut
 from ppruntime.projection.calibrate import Depths
 from ppruntime.projection.calibration import (
@@ -297,40 +299,37 @@ def test_a_second_job_computes_the_bits_of_the_whole_pipeline_on_what_the_first_
         for name, expected in ((f"forward-0-{m}.pt", outputs), (f"backward-1-{m}.pt", grads)):
             kept = torch.load(folder / name, weights_only=True)
             assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True)), name
-    sources = [emulation.stages[0].source.rpartition("; ")[2] for emulation in found]
+    rows = [emulation.stages[0] for emulation in found]
+    assert not any(row.whole_backwards for row in rows), "1f1b_w has I and W apart"
+    assert "stage 0 of 2 alone, no transfer in flight" in rows[0].source
+    sources = [row.source.rpartition("; ")[2] for row in rows]
     assert sources == [f"what came from absent stages was {how}" for how in _CAME]
 
 
 _CAME = ("drawn", "recorded", "recorded")
 
 
-@pytest.mark.slow
-def test_transfers_that_were_seldom_waited_for_cost_an_emulation_none_of_its_rows(tmp_path):
-    """A stage beside a slower one finds nearly all its messages there: too few samples of them."""
-    out = tmp_path / "calibration.json"
-    keys = ("pp.size=2", "pp.layers_per_stage=[0.5,0.5]", "train.num_micro_batches=104")
-    told = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "-m", "ppruntime.launch.cli", "emulate", str(TINY)),
-            *(*ONE_LAYER, *keys, "--stages", "0-1", "--steps", "1", "--costs", "0,0,0"),
-            *("--out", str(out)),
-        ],
-        check=False,
-        cwd=tmp_path,
-        timeout=LIMIT_SECONDS,
-        env=environment(),
-        capture_output=True,
-        text=True,
+def test_transfers_that_were_seldom_waited_for_cost_an_emulation_none_of_its_rows():
+    """Stage 1 waits for every message of 99 and of 100 micro-batches, and for one gradient."""
+
+    def times(count):
+        sent = [OpTimes(f"0SEND_F{m}", 1000 * m + 500, 0, 0) for m in range(count)]
+        taken = [OpTimes(f"1F{m}", 1000 * m, 1000 * m + 502, 0) for m in range(count)]
+        early = [OpTimes(f"1F{count}", 10**9, 10**9, 0), OpTimes("0B0", 0, 7, 0)]
+        return [[*sent, *taken, OpTimes("1SEND_B0", 4, 0, 0)], early]
+
+    boundary = Boundary(
+        (TensorSpec("kv", (5,), torch.float32), TensorSpec("slots", (5,), torch.int32))
     )
-    assert told.returncode == 0, told.stderr
-    known = read_calibration(out)
-    assert [row.origin for row in known.stages] == ["measured", "measured"]
-    few = [row for row in known.transfers if row.samples < 100]
-    assert few, "every message was waited for"
-    for row in few:
-        assert row.origin == "assumed"
-        assert row.source.endswith(f"waited for; {row.samples} samples only")
+    config = load([TINY], SMALL)
+    for count, origin in ((99, "assumed"), (100, "measured")):
+        few, many = waited_for(range(2), [boundary], [times(count)], "put", "emulated")
+        assert (few.num_bytes, few.samples, few.origin) == (20, 1, "assumed")
+        assert (many.num_bytes, many.samples, many.origin) == (40, count, origin)
+        assert many.seconds == pytest.approx(2e-9)
+        assert ("99 samples only" in many.source) == (count == 99)
+        known = calibration_of(config, few_samples=False, transport="put", transfers=[few, many])
+        assert len(known.transfers) == 2
 
 
 def test_recorded_boundaries_repeat_and_those_of_another_run_are_refused(tmp_path):
@@ -533,6 +532,35 @@ def test_what_a_file_would_refuse_is_refused_before_anything_runs(
     write_calibration(other, out)
     assert main([*words, "--few-samples"]) == 2
     assert "is of seq_len 16, this run of 8; write to another file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "complaint"),
+    [
+        ("pp.layers_per_stage=[2,2,2,2]", "timed stages of 3, 1, 2, 2 layers"),
+        ("train.seq_len=16", "is for seq_len 8, the run has 16"),
+    ],
+)
+def test_absent_stages_do_not_take_what_those_of_another_run_took(
+    key, complaint, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("ppruntime.ranks.join", lambda *_, **__: pytest.fail("something ran"))
+    keys = [k for k in SMALL if "layers" not in k] + ["train.num_micro_batches=18"]
+    row = StageTimes(
+        stage=3,
+        **{"forward_s": 0.1, "input_grad_s": 0.1, "weight_grad_s": 0.1},
+        **{"origin": "assumed", "source": "a guess"},
+    )
+    known = tmp_path / "known.json"
+    cut = "pp.layers_per_stage=[3,1,2,2]"
+    config = load([TINY], [*keys, cut])
+    write_calibration(
+        calibration_of(config, few_samples=True, transport="gloo", stages=[row]), known
+    )
+    words = ["emulate", str(TINY), *keys, cut, key, "--stages", "0", "--out", str(tmp_path / "c")]
+    assert main([*words, "--calibration", str(known), "--few-samples"]) == 2
+    assert complaint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from memory_knobs import BF16, SHALLOW, SIGNS
+from memory_knobs import MASTERS as AWAY
 from small_runs import CONFIG, SMALL, train
 
 from ppruntime.config import Config, ConfigError, load
 from ppruntime.ledger import (
+    UPDATE,
+    WARM_UP,
     MeasuredMemory,
     check_text,
     ledger_text,
@@ -40,7 +45,10 @@ def test_rows_are_the_plans_and_every_byte_is_in_one(schedule, mode):
         assert rows["slots"] == rank.slot_bytes
         assert sum(rows.values()) == ledger.peak_bytes <= rank.total_bytes
         assert max(moment.activations for moment in ledger.moments) == rank.activation_bytes
-        assert ledger.moments[-1].activations > 0, "the last backward reads what it frees"
+        *ops, update = ledger.moments
+        assert ops[-1].activations > 0, "the last backward reads what it frees"
+        assert update.op == UPDATE
+        assert ledger.through_the_step + update.total == rank.update_bytes
         assert ledger.peak in ledger.moments
     assert "activations in flight" in ledger_text(config)
 
@@ -72,6 +80,135 @@ def test_a_run_measures_what_stays_between_steps_and_check_puts_it_beside(tmp_pa
     assert "step 2" in text
     assert text.count("+0.00%") == 4
     assert "rank 1: predicted peak" in text
+
+
+MANY_EXPERTS = (
+    *SHALLOW,
+    "model.num_experts=32",
+    "model.expert_width=64",
+    "ac.mode=full",
+    "train.precision=bf16",
+    "train.num_micro_batches=4",
+)
+"""Two layers whose weights take far more than the activations of the few tokens."""
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """One rank's, in bytes: measured, and as the ledger has it."""
+
+    op: str
+    measured: int
+    predicted: int
+    update: tuple[int, int]
+    """Measured and predicted, behind the last op."""
+    warm_up: tuple[int, int]
+    """Of all its stages, one after the other as a start on a GPU runs them."""
+
+
+def peaks_of(rank: int, cases: dict[str, tuple[str, ...]]) -> dict[str, Peaks]:
+    """Of a rank's second step, and of a warm-up before the first one."""
+    from ppruntime.build import build_pipeline, warm_up_stage
+    from ppruntime.connect import make_outline
+    from ppruntime.data.batches import open_data
+    from ppruntime.memory_meter import MemoryMeter
+    from ppruntime.memory_watch import TensorCounter
+    from ppruntime.ranks import Layout, join, leave
+    from ppruntime.schedules.counts import backward_kinds
+    from ppruntime.trainer import Trainer
+
+    found, joined = {}, None
+    for number, (name, overrides) in enumerate(cases.items()):
+        config = tiny(*overrides)
+        layout = Layout(config.pp.size, config.parallel.dp, config.parallel.ep)
+        if joined is None:
+            joined = join(layout, use_cuda=False, timeout_seconds=60)
+        ranks = replace(joined, store_prefix=f"{number} ")
+        pipeline = build_pipeline(config, ranks)
+        outline, shape = make_outline(config), (config.train.micro_batch_size, config.train.seq_len)
+        with TensorCounter([*pipeline.params.values(), *pipeline.buffers.values()]) as counter:
+            counter.begin()
+            for index, stage in pipeline.stages.items():
+                kinds = backward_kinds(outline.order.computations, index)
+                received = outline.received(index)
+                batch, seq_len = shape
+                warm_up_stage(stage, received, ranks, backwards=kinds, batch=batch, seq_len=seq_len)
+            warm_up = counter.read()[1]
+        trainer, data = Trainer(config, ranks, pipeline), open_data(config)
+        trainer.step(0, data)
+        watch = MemoryMeter(trainer, rank=ranks.pp_rank, device=ranks.device).watch()
+        with watch:
+            trainer.step(1, data, watch)
+        ledger, ops = predict(config)[ranks.pp_rank], {op.op: op for op in watch.ops}
+        most = max(ops.values(), key=lambda op: op.peak_bytes)
+        lasting, update = ledger.through_the_step, ledger.moments[-1]
+        found[name] = Peaks(
+            most.op,
+            most.peak_bytes,
+            ledger.peak_bytes,
+            (ops[UPDATE].peak_bytes, lasting + update.total),
+            (warm_up, max(lasting + moment.total for moment in (update, *ledger.start))),
+        )
+        torch.distributed.barrier()
+        pipeline.transport.close()
+    leave()
+    return found
+
+
+ONE = ("pp.size=1", "pp.layers_per_stage=default", *MANY_EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "base"),
+    [
+        (1, ONE),
+        (2, (*MANY_EXPERTS, "pp.size=2")),
+        pytest.param(2, (*ONE, "parallel.dp=2"), marks=pytest.mark.long),
+        pytest.param(2, (*ONE, "parallel.ep=2"), marks=pytest.mark.long),
+    ],
+    ids=["one", "pp2", "dp2", "ep2"],
+)
+def test_the_update_is_planned_where_it_takes_more_than_any_op(num_ranks, base, run_ranks):
+    cases = {
+        "masters": (*base, *SIGNS, *AWAY),
+        "in backward": (*base, *SIGNS, *AWAY, "optim.apply_in_backward=true"),
+        "muon": (*base, *AWAY, "optim.type=muon"),
+    }
+    for found in run_ranks(num_ranks, peaks_of, cases):
+        for name, peaks in found.items():
+            assert peaks.update[1] == pytest.approx(peaks.update[0], rel=0.01), name
+            assert peaks.predicted == pytest.approx(peaks.measured, rel=0.03), (name, peaks)
+            assert peaks.warm_up[0] < 1.03 * peaks.predicted, (name, peaks)
+        if "parallel.ep=2" not in base:  # half of the experts: too few to be most
+            assert found["masters"].op == found["muon"].op == UPDATE
+            assert found["in backward"].measured < found["masters"].measured
+
+
+def test_masters_that_are_there_in_a_first_backward_lie_beside_few_of_its_sums(run_ranks):
+    """A rank with one micro-batch in flight has its masters until its second forward."""
+    base = ("pp.size=2", "train.precision=bf16", "train.num_micro_batches=4", *SIGNS, *AWAY)
+    for found in run_ranks(2, peaks_of, {"kept": base, "again": (*base, "ac.mode=full")}):
+        for name, peaks in found.items():
+            assert peaks.predicted == pytest.approx(peaks.measured, rel=0.03), (name, peaks)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b_w", "dualpipe_v", "interleaved_1f1b"])
+def test_a_warm_up_counts_as_a_step_does_and_no_config_for_a_cpu_has_one(schedule):
+    base = ("pp.size=2", f"pp.schedule={schedule}", *AWAY, *BF16)
+    config, on_cpu = tiny(*base), tiny(*base, "run.device=cpu")
+    ledgers = zip(predict(config), predict(on_cpu), report(config).ranks, strict=True)
+    for ledger, without, rank in ledgers:
+        assert [moment.op for moment in ledger.start] == [WARM_UP] * len(rank.stages)
+        assert without == replace(ledger, start=())
+        assert ledger.peak.op != WARM_UP, "a step has all that a warm-up has, and slots"
+        for moment in ledger.start:
+            alone = replace(ledger, moments=(), start=(moment,))
+            assert alone.peak is moment
+            assert sum(num_bytes for _, num_bytes in alone.rows()) == alone.peak_bytes
+            rows = dict(alone.rows())
+            assert rows["masters"] == ledger.masters > 0, "none has left"
+            assert rows["optimizer"] == rows["slots"] == 0, "made after it"
+            assert min(rows.values()) >= 0
 
 
 def test_slack_stands_apart_from_live_bytes():

@@ -9,9 +9,8 @@ import torch
 from small_runs import CONFIG, SMALL
 
 from ppruntime.config import load
-from ppruntime.ledger import predict
+from ppruntime.ledger import UPDATE, predict
 from ppruntime.memory_record import (
-    UPDATE,
     OpMemory,
     RankMemory,
     beside_the_ledger,

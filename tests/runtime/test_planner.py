@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ppruntime.config import load
 from ppruntime.launch.cli import main
-from ppruntime.launch.plan_search import BENCHES, overrides
+from ppruntime.launch.plan_search import BENCHES, left_out, overrides
 from ppruntime.models.dims import unit_specs
 from ppruntime.order import make_order
 from ppruntime.plan import cut
@@ -120,12 +120,18 @@ def test_a_host_makes_room_for_what_the_device_cannot_hold():
         reserved_bytes=0.0,
         orders=("1f1b",),
     )
-    with pytest.raises(ProjectionError, match="or allow --host-bandwidth"):
+    with pytest.raises(ProjectionError, match="or allow offload with --host-gb-per-s"):
         find_plans(task)
+    with pytest.raises(ProjectionError, match=r"parallel\.dp or pp\.size$"):
+        find_plans(replace(task, memory_bytes=1.0, host_bytes_per_s=2.0))
     best = find_plans(replace(task, host_bytes_per_s=2.0)).plans[0]
     moved = [stage.offloaded_bytes for stage in best.stages]
     assert moved[0] > 0
     assert moved[-1] == 0
+    (said,) = left_out(best)  # a run with the overrides alone would not fit
+    assert said.startswith("not among them: what stages 0")
+    calm = replace(task, memory_bytes=100.0)
+    assert left_out(find_plans(calm).plans[0]) == []
     assert max(moved) <= 2.0 * best.stages[0].work_s
     assert max(stage.peak_bytes for stage in best.stages) <= 12.0 + 1e-9
 
@@ -174,6 +180,55 @@ def test_a_search_from_a_calibration_says_what_share_of_it_was_measured(tmp_path
         f"{path}, of 2026-01-01 on H200; whole units count as their weakest part: 49 % measured, "
         "0 % modelled, 51 % assumed\n"
     ) in capsys.readouterr().out
+
+
+def test_a_search_counts_what_the_transport_does_to_compute_or_says_that_it_does_not(capsys):
+    """--transport nccl and put gave one step."""
+    proxy = [str(FULL.with_name("v41-proxy-8.toml")), "parallel.dp=2", "--json"]
+    calibration = ["--calibration", str(BENCHES / "calibration.json")]
+
+    def found(*words: str) -> dict[str, object]:
+        assert main(["plan", "--search", *proxy, *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    def step(of: dict[str, object]) -> float:
+        return of["plans"][0]["step_s"]
+
+    nccl, put = (found("--transport", kind) for kind in ("nccl", "put"))
+    assert step(nccl) > step(put)
+    assert "(modelled: nccl: measured between two GPUs" in nccl["counted"][0]
+    assert put["plans"][0]["step_s"] >= put["bounds"]["step_s"]
+    run, other = (found(*calibration, f"pp.transport={kind}") for kind in ("put", "auto"))
+    assert step(run) > step(other)
+    assert "compute slowed down by 19.3 %" in run["counted"][0]
+    assert "not counted: what transfers do to compute; --transport" in other["counted"][0]
+    assert "not counted: gather and reduce over 2 data ranks" in other["counted"][1]
+    for file, kind, complaint in (
+        ("calibration.json", "nccl", "only of put; leave it out, or add it with ppruntime"),
+        ("calibration-put.json", "put", "the calibration has no transfers; add them with ppr"),
+    ):
+        words = ["--calibration", str(BENCHES / file), "--transport", kind]
+        assert main(["plan", "--search", *proxy, *words]) == 2
+        assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "complaint"),
+    [
+        ("train.seq_len=4096", "is for seq_len 8192, the run has 4096; set train.seq_len=8192"),
+        ("parallel.ep=2", "is for ep 1, the run has 2; set parallel.ep=1 or calibrate the run"),
+        ("train.micro_batch_size=2", "is for micro_batch_size 1, the run has 2; set train.micro"),
+        ("model.name=v4-proxy-8", "is for model v41-proxy-8, the run has v4-proxy-8; set model"),
+    ],
+)
+def test_a_search_takes_no_times_of_another_run(key, complaint, capsys):
+    """Times of 8,192 tokens made a plan for 4,096 of the half MFU, measured as it said."""
+    proxy = FULL.with_name("v41-proxy-8.toml")
+    calibration = str(BENCHES / "calibration.json")
+    assert main(["plan", "--search", str(proxy), key, "--calibration", calibration]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert complaint in err
 
 
 def test_a_plans_overrides_are_the_run_that_it_planned():

@@ -234,7 +234,7 @@ def test_a_measured_pipeline_has_a_narrow_interval_and_says_what_was_timed(comma
     numbers = json.loads(command(f"{start} --json")[1])["numbers"]
     assert numbers["step_s"]["high"] == pytest.approx(1.02 * numbers["step_s"]["value"])
     assert (
-        "calibration: of 2026-01-01 on none, ops timed with transport idle, routing spread, ep 8\n"
+        "calibration: of 2026-01-01 on none, ops timed with transport idle, routing spread, ep 8; "
         in command(start)[1]
     )
 
@@ -253,6 +253,8 @@ def test_a_pipelines_ranks_have_their_memory_and_what_was_measured_of_it(command
     assert (held["origin"], held["unit"]) == ("modelled", "bytes")
     assert all(a < b < c for a, b, c in zip(held["low"], held["value"], held["high"], strict=True))
     assert numbers["measured_peak.stage2"] == row | {"value": 91 * 10**9, "unit": "bytes"}
+    assert "measured_peak is an emulation's, which has no optimizer" in held["source"]
+    assert "without context, buffers, what is made again" in held["source"]
     text = command(start)[1]
     assert "rank_peak_bytes\n" in text
     assert re.search(r"^measured_peak.stage2 +91.0 GB bytes +measured +run 7$", text, re.MULTILINE)
@@ -315,6 +317,26 @@ def test_one_stage_has_no_hops_and_a_v_has_one_for_free(command):
     assert numbers["hop1.forward_s"]["source"] == "both stages are on one rank"
 
 
+def test_what_a_projection_leaves_out_is_said_above_its_numbers(command):
+    """The share that was measured is of what is counted, and that may lack a transport's slow-down
+    and all that data ranks send each other."""
+    calibration = ROOT / "docs" / "bench" / "calibration.json"
+    run = f"{ROOT}/launch/configs/v41-proxy-8.toml ac.mode=none pp.size=2 "
+    run += f"--calibration {calibration} --gpus "
+    slowed = "not counted: the calibration says what transfers do to compute (put 19.3 % while"
+    collectives = "not counted: reduce and gather over 8 data ranks, of which no per-step piece"
+    alone, several = (command(run + gpus)[1] for gpus in ("2", "16"))
+    assert slowed in alone
+    assert slowed in several
+    assert collectives not in alone
+    assert collectives in several
+    said = command(run + "16 --per-step-s reduce=0.1,gather=0.1")[1]
+    assert collectives.partition(":")[0] in said
+    assert "over 8 data ranks" not in said
+    assert "; made by: ppruntime calibrate launch/configs/v41-proxy-8.toml launch/" in alone
+    assert any(slowed in fact for fact in json.loads(command(run + "16 --json")[1])["conditions"])
+
+
 def test_jitter_slows_the_step_down_and_is_labelled(command):
     start = f"{PIPELINE} --gpus 64 --costs 0.3,0.4,0.3 --transfer-s 0 --per-step-s 0 --json"
     calm, shaken = (json.loads(command(start + extra)[1]) for extra in ("", " --jitter 0.1"))
@@ -339,6 +361,16 @@ def test_jitter_slows_the_step_down_and_is_labelled(command):
         ("--mfu 30 --days 3", "a projection starts from one number, and --mfu, --days was given;"),
         ("--mfu 0.2894", "--mfu 0.2894 is under 1 %; it is in percent, so write 28.94 if that was"),
         ("--mfu -3", "--mfu is -3; give a number above 0"),
+        (
+            "--mfu 2894 --gpus 1536",
+            "--mfu 2894 is 2894 % MFU on 1,536 GPUs at 251,658,240 tokens a step, over 200 % of a "
+            "peak of 9.89e+14 FLOP/s, which no GPU does; correct one of them",
+        ),
+        ("--step-s 0.01 --gpus 1536", "--step-s 0.01 is 1.603e+05 % MFU on 1,536 GPUs at"),
+        (
+            "--efficiency 450 --transfer-s 0 --per-step-s 0",
+            "--efficiency 450 is over 200 % of the peak, which no GPU does; give a percentage of",
+        ),
         ("--step-s 0", "--step-s is 0; give a number above 0"),
         ("--mfu 30 --gpus 0", "--gpus is 0; give a number above 0"),
         (
@@ -465,3 +497,77 @@ def test_a_broken_pipe_that_is_not_the_output_is_not_hidden(monkeypatch):
             main(["version"])
     finally:
         sys.stdout.close()
+
+
+# Words that no command takes
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (
+            "project --mfu 30 --gpus 1536.5",
+            'Invalid value for --gpus: "1536.5" is no whole number; `ppruntime project --help` '
+            "says what it takes\n",
+        ),
+        ("validate --ranks 4 --ranks 8.5", '--ranks: "8.5" is no whole number; `ppruntime valid'),
+        ("simulate --replicas x", 'Invalid value for --replicas: "x" is no whole number; `pprun'),
+        ("schedule show 1f1b --ranks 2.5", 'Invalid value for --ranks: "2.5" is no whole numb'),
+        ("project --mfu abc", 'Invalid value for --mfu: unable to convert "abc" into float; `pp'),
+        ("project --mfoo 3", "Unknown option: --mfoo. Did you mean --mfu?; `ppruntime project --"),
+        ("validate --only v9", 'Invalid value "v9" for --only. Choose from: "v0", "v1", "v2"; `p'),
+        ("projct --mfu 3", 'Unknown command "projct". Did you mean "project"?'),
+    ],
+)
+def test_words_that_cannot_be_read_are_one_sentence_and_exit_2(words, complaint, capsys):
+    """1,536.5 GPUs were 1,536: the parser alone rounds."""
+    assert main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(complaint)
+
+
+def test_whole_numbers_may_be_written_with_a_point(command):
+    assert json.loads(command("--mfu 30 --gpus 1536.0 --json")[1])["gpus"] == 1536
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ("headline --out {}", "--out"),
+        ("validate --only v0 --out {}", "--out"),
+        ("validate --only v0 --out v.json --predictions {}", "--predictions"),
+        ("simulate --costs 1,1,1 --html {}", "--html"),
+        ("simulate --costs 1,1,1 --trace {}", "--trace"),
+        ("calibrate {tiny} pp.size=1 --out {}", "--out"),
+        ("emulate {tiny} --stages 0 --costs 1,1,1 --out {}", "--out"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_the_work(
+    words, option, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    tiny = ROOT / "launch" / "configs" / "tiny.toml"
+    for path, complaint in (
+        (tmp_path, f"{option} {tmp_path} is a folder; name a file in it\n"),
+        ("/proc/no", f"{option} /proc/no: nothing can be written in /proc ("),
+    ):
+        assert main(words.format(path, tiny=tiny).split()) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith(complaint)
+
+
+def test_a_record_elsewhere_leaves_the_predictions_of_others_alone(tmp_path, monkeypatch):
+    """They were emptied in docs/bench, wherever the record went."""
+    monkeypatch.chdir(tmp_path)
+    of_record = tmp_path / "docs" / "bench" / "validation-predictions.jsonl"
+    of_record.parent.mkdir(parents=True)
+    of_record.write_text("{}\n")
+    assert main(["validate", "--only", "v0", "--out", "mine.json"]) == 0
+    assert of_record.read_text() == "{}\n"
+    assert json.loads((tmp_path / "mine.json").read_text())["predictions"] == (
+        "mine-predictions.jsonl"
+    )
+    assert (tmp_path / "mine-predictions.jsonl").exists()

@@ -487,15 +487,17 @@ def transfers(*pairs: tuple[int, float]) -> list[TransferTimes]:
 def test_a_line_through_the_rows_is_found_again(sizes, latency, rate, wanted):
     rows = transfers(*((size, latency + size / rate) for size in sizes))
     between = round(min(sizes) + wanted * (max(sizes) - min(sizes)))
-    seconds, exact = transfer_seconds(rows, between)
+    seconds, exact, used = transfer_seconds(rows, between)
+    assert set(used) <= set(rows)
+    assert len(used) == (1 if exact else 2)
     assert seconds == pytest.approx(latency + between / rate, rel=1e-9)
     assert exact == (between in sizes)
 
 
 def test_outside_of_the_rows_latency_or_bandwidth_rule():
     rows = transfers((1000, 1.0), (2000, 1.5))
-    assert transfer_seconds(rows, 10) == (1.0, False)
-    assert transfer_seconds(rows, 4000) == (3.0, False)
+    assert transfer_seconds(rows, 10) == (1.0, False, (rows[0],))
+    assert transfer_seconds(rows, 4000) == (3.0, False, (rows[1],))
 
 
 def test_hops_take_the_time_of_their_boundarys_bytes_both_ways():
@@ -516,6 +518,38 @@ def test_hops_take_the_time_of_their_boundarys_bytes_both_ways():
     exact = round(found[0].forward_s * rate), round(found[0].backward_s * rate)
     both = calibrated(transfers=[row(link="ib", num_bytes=n, seconds=1) for n in exact])
     assert hop_costs(config, plan, both, "ib")[0] == HopCost(1, 1, Origin.MEASURED, "ib: run 1")
+
+
+def test_a_hop_names_the_rows_that_its_time_is_of_and_no_others():
+    config, plan = full_plan()
+    sizes = [300_000_000, 330_000_000, 400_000_000]
+    known = calibrated(
+        transfers=[
+            row(link="ib", num_bytes=10, seconds=1e-6, origin="assumed", source="a guess"),
+            *(row(link="ib", num_bytes=n, seconds=n / 46e9, source=f"{n} bytes") for n in sizes),
+        ]
+    )
+    for hop in hop_costs(config, plan, known, None):
+        assert hop.origin is Origin.MODELLED
+        assert hop.source == "ib: 330000000 bytes; 400000000 bytes"
+
+
+def test_half_of_a_whole_backward_is_no_measurement_of_an_order_that_parts_it():
+    config, plan = full_plan()
+    stages = [op_times(stage=s, whole_backwards=True) for s in range(16)]
+    known = calibrated(stages=stages, layers_per_stage=[2.5] * 16)
+    origins = []
+    for parts in (False, True):
+        costs = stage_costs(
+            config,
+            plan,
+            calibration=known,
+            efficiency=None,
+            gpu_flops=989e12,
+            parts_backwards=parts,
+        )
+        origins.append({cost.origin for cost in costs})
+    assert origins == [{Origin.MEASURED}, {Origin.MODELLED}]
 
 
 def test_one_of_several_links_has_to_be_chosen():

@@ -122,6 +122,34 @@ def test_a_reduction_that_was_timed_hides_in_the_drain_and_keeps_its_origin(comm
     assert with_rate["step_s"] != found["step_s"]
 
 
+def test_the_slow_down_of_the_runs_transport_counts_once(command, tmp_path):
+    """From the calibration if it has it, said to be left out if it does not count, and refused if
+    ops were timed beside the transport."""
+    proxy = FULL.with_name("v41-proxy-8.toml")
+    records = FULL.parents[2] / "docs" / "bench"
+    run = f"simulate {proxy} ac.mode=none pp.schedule=1f1b_w --gpus 2 --json --calibration "
+    put, other, asked = (
+        json.loads(command(f"{run}{records}/calibration.json {more}")[1])
+        for more in ("pp.transport=put", "", "--transport put")
+    )
+    assert put["step_s"] == asked["step_s"] > other["step_s"]
+    assert "compute by 19.3 % one way" in put["conditions"][0]
+    left_out = "not counted: the calibration says what transfers do to compute (put 19.3 %"
+    assert any(left_out in fact for fact in other["conditions"])
+    assert not any(left_out in fact for fact in put["conditions"])
+    twice = f"{run}{records}/calibration-put.json --per-step-s 0 --transfer-s 0.001 --transport put"
+    code, out, err = command(twice)
+    assert (code, out) == (2, "")
+    assert "--transport put: the calibration's ops were timed beside put already; leave" in err
+    page = tmp_path / "page.html"
+    command(f"{run}{records}/calibration.json pp.transport=put --html {page}")
+    text = page.read_text()
+    assert "bubble: the busiest rank, 0, waits " in text
+    for row in ("hop 0", "optimizer", "put: half a round trip between pp ranks 0 and 1"):
+        assert row in text, "what a step rests on is on its page"
+    assert not re.search(r"-\d[.\d]*e-\d+ s", text), "rounding is no time"
+
+
 def test_data_ranks_move_the_bytes_of_the_published_estimate():
     """fp32 gradients of three MoE blocks' experts over 12 replicas: 18.7 GB, 0.41 s at 46 GB/s;
     beside them the dense parts of two attention and three MoE halves over 96 ranks."""
@@ -150,6 +178,15 @@ def test_data_ranks_move_the_bytes_of_the_published_estimate():
         (COSTS + "--replicas 0", "--replicas 0 is no count"),
         (COSTS + "--replicas 2", "--replicas has no effect without noise; leave it out, or add"),
         (COSTS + "--seed 3", "--seed has no effect without noise; leave it out, or add"),
+        (COSTS + "--jitter 0.02", "--jitter 0.02 is under 0.1 %; it is in percent, so write 2 if"),
+        (COSTS + "--stragglers -1", "--stragglers is -1; give a percentage, 0 or more"),
+        (COSTS + "--stall 150,1", "--stall '150,1' holds up 150 % of ops; give at most 100"),
+        (COSTS + "--interference 1,2,500", "500 % of an op cannot stand still; give at most 100"),
+        (COSTS + "--data-bandwidth 0", "--data-bandwidth is 0; give a number above 0"),
+        (
+            COSTS + "--offload-every 0 --host-bandwidth 1e9",
+            "--offload-every 0 is no count; give 1 (every micro-batch) or more",
+        ),
         (COSTS + "--html no/page.html", "--html no/page.html: there is no folder no; make it"),
         (COSTS + "--spread 1,2,100", "is not MEASURED,MODELLED,ASSUMED in percent under 100"),
     ],
