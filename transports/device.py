@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
@@ -145,6 +145,9 @@ class DeviceTransport:
         self._lock = threading.Lock()
         self._gave_up_at = math.inf
         self._closed = False
+        self.on_abort: Callable[[str], None] | None = None
+        """Is told the reason of an abort before waits are let go: by then those have to know who
+        would be sent what a stream makes without its data."""
         self.start_up: SelfTest | None = None
         """What the start-up test found; None if it was left out."""
         self._watchdog = Watchdog(
@@ -225,6 +228,8 @@ class DeviceTransport:
             if self._closed or not self._ledger.end(f"{self.kind}, rank {self._rank}: {reason}"):
                 return
         self._watchdog.announce(reason)
+        if self.on_abort is not None:
+            self.on_abort(reason)
         self._gave_up_at = time.monotonic()
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from gpu_cases import in_turn_order
 from torch.distributed import HashStore, PrefixStore
 from transport_cases import assert_same_bits, payload, pipeline_channels, poison
 
-from ppruntime.transports import copy_engine, device, nccl, put
+from ppruntime.transports import copy_engine, device, nccl, per_channel, put
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
 
 KINDS = {"copy_engine": copy_engine, "put": put, "nccl": nccl}
@@ -331,3 +331,56 @@ def test_channels_without_credits_work_where_the_order_proves_their_slots_free(k
     uncredited = frozenset({0, 1})
     options = {"uncredited": uncredited, "selftest": selftest}
     assert _run(kind, [forward, backward], run, **options) == [None] * 2
+
+def test_an_abort_of_one_kind_ends_the_others_before_streams_go_on_without_data():
+    # Rank 1 reads what rank 0 owes it and sends it on. Its host is in the step's end by then.
+    first = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    second = Channel(1, "forward", 1, 2, 1, 2, SMALL, slots=1)
+    store, results = HashStore(), {}
+
+    def opened(rank, kind, channel, timeout_seconds):
+        transport = KINDS[kind].open(
+            [channel],
+            rank,
+            device=torch.device("cpu", rank),
+            timeout_seconds=timeout_seconds,
+            store=PrefixStore(kind, store),
+            options={},
+        )
+        return transport, [channel]
+
+    def work(rank):
+        carriers = []
+        if rank > 0:
+            carriers.append(opened(rank, "copy_engine", second, 60.0))
+        if rank < 2:
+            carriers.append(opened(rank, "nccl", first, 60.0 if rank == 0 else 1.0))
+        transport = per_channel.PerChannelTransport(carriers)
+        try:
+            if rank == 1:
+                transport.post(first, 0)
+                views = transport.take(first, 0)
+                transport.send(second, 0, views)
+                transport.release(first, 0)
+            elif rank == 2:
+                transport.post(second, 0)
+                transport.take(second, 0)
+                transport.release(second, 0)
+            while True:
+                transport.step_end()
+                if rank > 0:
+                    results[rank] = "took the step for done"
+                    return
+                time.sleep(0.05)
+        except TransportError as error:
+            results[rank] = str(error)
+            transport.close()
+
+    threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), f"a rank hangs: {results}"
+    for rank in range(3):
+        assert "waited 1 s for micro-batch 0 on the forward channel 0" in results[rank], results
