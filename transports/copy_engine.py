@@ -303,6 +303,7 @@ def _connect(start: opening.Start) -> opening.Ends:
     driver = Driver(start.device)
     fabric = _Fabric(driver, start.device)
     for peer in peers:  # ascending on every rank, so the smallest pair that is left proceeds
+        start.limit.doing = f"maps the memory of rank {peer}"
         fabric.connect(
             [c for c in start.channels if peer in (c.src_rank, c.dst_rank)],
             rank,
@@ -311,7 +312,8 @@ def _connect(start: opening.Start) -> opening.Ends:
             uncredited=start.options.uncredited,
             timeout_seconds=start.timeout_seconds,
         )
-    # No rank sends before its peers' words are zero and all is mapped.
+    # A rank is open with all its peers or with none: one that cannot map a memory says so before
+    # another sends to it. Words are zero by then, before their memory is handed over.
     meeting.swap_texts(start.store, "readiness", "open", rank, peers, start.timeout_seconds)
     return opening.Ends(driver, fabric.sources, fabric.destinations, fabric)
 

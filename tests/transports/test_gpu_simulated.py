@@ -13,7 +13,7 @@ from gpu_cases import in_turn_order
 from torch.distributed import HashStore, PrefixStore
 from transport_cases import assert_same_bits, payload, pipeline_channels, poison
 
-from ppruntime.transports import copy_engine, device, nccl, per_channel, put
+from ppruntime.transports import copy_engine, device, meeting, nccl, per_channel, put, slots
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
 
 KINDS = {"copy_engine": copy_engine, "put": put, "nccl": nccl}
@@ -332,6 +332,7 @@ def test_channels_without_credits_work_where_the_order_proves_their_slots_free(k
     options = {"uncredited": uncredited, "selftest": selftest}
     assert _run(kind, [forward, backward], run, **options) == [None] * 2
 
+
 def test_an_abort_of_one_kind_ends_the_others_before_streams_go_on_without_data():
     # Rank 1 reads what rank 0 owes it and sends it on. Its host is in the step's end by then.
     first = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
@@ -384,3 +385,93 @@ def test_an_abort_of_one_kind_ends_the_others_before_streams_go_on_without_data(
         assert not thread.is_alive(), f"a rank hangs: {results}"
     for rank in range(3):
         assert "waited 1 s for micro-batch 0 on the forward channel 0" in results[rank], results
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_cannot_open_is_named_by_its_peers_at_once(kind, monkeypatch):
+    # As a GPU without room for the slots is: the others wait for it, in a poll or in NCCL.
+    channels = [
+        Channel(i, "forward", i, i + 1, i, i + 1, SMALL, slots=1) for i in range(2)
+    ]  # rank 0 has no channel with rank 2, which fails
+    views = slots.typed_views
+    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 1.0)
+
+    def typed_views(boundary, buffer):
+        if threading.current_thread().name == "rank 2":
+            raise RuntimeError("CUDA out of memory")
+        return views(boundary, buffer)
+
+    monkeypatch.setattr(KINDS[kind], "typed_views", typed_views)
+    start, store, texts = time.monotonic(), HashStore(), {}
+
+    def work(rank):
+        try:
+            transport = KINDS[kind].open(
+                channels,
+                rank,
+                device=torch.device("cpu", rank),
+                timeout_seconds=60.0,
+                store=PrefixStore("test", store),
+                options={},
+            )
+            while True:  # rank 0 may be through by then
+                transport.step_end()
+                time.sleep(0.01)
+        except RuntimeError as error:
+            texts[rank] = str(error)
+
+    threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}") for r in range(3)]
+    for thread in threads:
+        thread.daemon = True
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), f"a rank hangs: {texts}"
+    assert time.monotonic() - start < 20
+    assert texts[2] == "CUDA out of memory"
+    for rank in range(2):
+        said = f"rank 2 could not open its {kind} channels: CUDA out of memory"
+        assert said in texts[rank], texts
+
+
+def test_a_call_that_waits_for_a_rank_that_gave_up_ends_the_process_and_says_why(monkeypatch):
+    # Registering a window waits for the peer inside NCCL, where nothing reaches it.
+    reports, ended = [], threading.Event()
+
+    def end_process(report):
+        reports.append(report)
+        ended.set()
+
+    def register(self, comm, address, num_bytes):
+        if self._comms[comm].rank == 0:
+            assert ended.wait(20), "the process was not ended"
+        raise TransportError("ncclCommWindowRegister failed: out of memory")
+
+    monkeypatch.setattr(simulated_cuda.Nccl, "register", register)
+    monkeypatch.setattr(meeting, "end_process", end_process)
+    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 0.5)
+    channel = Channel(4, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    _run("put", [channel], lambda rank, transport: None, timeout_seconds=60.0)
+    assert "rank 0: put cannot open its channels: rank 1 could not open its put" in reports[0]
+    assert "ncclCommWindowRegister failed: out of memory" in reports[0]
+    assert f"It opens the {channel}, with rank 1" in reports[0]
+
+
+def test_a_call_that_waits_beyond_the_limit_says_for_whom(monkeypatch):
+    reports, ended = [], threading.Event()
+
+    def end_process(report):
+        reports.append(report)
+        ended.set()
+
+    def init(self, unique_id, rank, config):
+        assert ended.wait(20), "the process was not ended"
+        raise TransportError("the process has ended")
+
+    monkeypatch.setattr(simulated_cuda.Nccl, "init", init)
+    monkeypatch.setattr(meeting, "end_process", end_process)
+    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 0.5)
+    channel = Channel(4, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    _run("nccl", [channel], lambda rank, transport: None, timeout_seconds=0.5)
+    assert "nccl could not open its channels within 1 s" in reports[0]
+    assert f"It opens the {channel}, with rank " in reports[0]
