@@ -102,17 +102,24 @@ def open_transport(
     if kind == "local" or len(ranks) > 1:
         _refuse_what_none_takes(kind, used_kinds, options)
     carriers: list[tuple[Transport, Sequence[Channel]]] = []
-    for used in used_kinds:
-        carried = [c for c in channels if kind_of[c.id] == used]
-        transport: Transport = _module(used).open(
-            carried,
-            rank,
-            device=device,
-            timeout_seconds=timeout_seconds,
-            store=None if store is None else PrefixStore(used, store),
-            options=_options_for(used, {**options, "uncredited": uncredited}),
-        )
-        carriers.append((transport, carried))
+    try:
+        for used in used_kinds:
+            carried = [c for c in channels if kind_of[c.id] == used]
+            transport: Transport = _module(used).open(
+                carried,
+                rank,
+                device=device,
+                timeout_seconds=timeout_seconds,
+                store=None if store is None else PrefixStore(used, store),
+                options=_options_for(used, {**options, "uncredited": uncredited}),
+            )
+            carriers.append((transport, carried))
+    except BaseException as error:
+        # Peers that share no channel of the kind that failed would go on with those that did not.
+        for transport, _ in carriers:
+            transport.abort(f"rank {rank} could not open its other channels: {error}")
+            transport.close()
+        raise
     if len(carriers) == 1:
         return carriers[0][0]
     return per_channel.PerChannelTransport(carriers)

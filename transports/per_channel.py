@@ -37,9 +37,9 @@ class PerChannelTransport:
     """Passes every call on to the transport that carries its channel; see `Transport`.
 
     `carriers` are (transport, the channels that it carries). One that fails raises from its own
-    calls and from `step_end`. On GPUs it ends all others at once, as the host may be elsewhere: once
-    its waits are let go streams run without their data, and what they make would cross the others'
-    channels to ranks that know of nothing.
+    calls and from `step_end`. On GPUs it ends all others at once, as the host may be elsewhere:
+    once its waits are let go streams run without their data, and what they make would cross the
+    others' channels to ranks that know of nothing.
     """
 
     def __init__(self, carriers: Sequence[tuple[Transport, Sequence[Channel]]]) -> None:

@@ -124,10 +124,10 @@ class Watchdog:
         while not self._stop.wait(POLL_SECONDS):
             try:
                 left = self._pending.prune(time.monotonic())
+                self._tick(left)
             except RuntimeError as error:  # a CUDA error that some kernel left behind
                 self._expire(f"the GPU reports an error: {error}")
                 return
-            self._tick(left)
             late = overdue(left, time.monotonic(), self._timeout_seconds)
             if late is not None:
                 self._expire(f"waited {self._timeout_seconds:g} s for {late.text}")

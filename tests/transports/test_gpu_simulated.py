@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 
 import pytest
 import simulated_cuda
@@ -13,7 +15,16 @@ from gpu_cases import in_turn_order
 from torch.distributed import HashStore, PrefixStore
 from transport_cases import assert_same_bits, payload, pipeline_channels, poison
 
-from ppruntime.transports import copy_engine, device, meeting, nccl, per_channel, put, slots
+from ppruntime.transports import (
+    copy_engine,
+    device,
+    meeting,
+    nccl,
+    open_transport,
+    per_channel,
+    put,
+    slots,
+)
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
 
 KINDS = {"copy_engine": copy_engine, "put": put, "nccl": nccl}
@@ -475,3 +486,101 @@ def test_a_call_that_waits_beyond_the_limit_says_for_whom(monkeypatch):
     _run("nccl", [channel], lambda rank, transport: None, timeout_seconds=0.5)
     assert "nccl could not open its channels within 1 s" in reports[0]
     assert f"It opens the {channel}, with rank " in reports[0]
+
+
+@pytest.mark.parametrize("kind", ["copy_engine", "nccl"])
+def test_an_error_that_a_kernel_left_behind_is_told_to_all_and_does_not_keep_a_close(
+    kind, monkeypatch
+):
+    # From then on every call into CUDA reports it.
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    broken = set()
+
+    class Event(simulated_cuda.Event):
+        def query(self):
+            if self.owner in broken:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            return super().query()
+
+        def record(self, stream=None):
+            super().record(stream)
+            self.owner = threading.current_thread().name
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+
+    def run(rank, transport):
+        thread = threading.current_thread()
+        try:
+            if rank == 1:
+                transport.post(channel, 3)
+                transport.take(channel, 3)
+                transport.release(channel, 3)
+                broken.add(thread.name)
+            while True:
+                transport.step_end()
+                time.sleep(0.05)
+        except RuntimeError as error:
+            transport.abort(f"rank {rank} failed: {error}")  # as the executor does
+            transport.close()
+            transport.close()
+            with pytest.raises(TransportError):
+                transport.step_end()
+            if rank == 1:  # where it hangs the GPU may still write to its slots
+                left.append(weakref.ref(transport))
+            return str(error)
+
+    left = []
+    for text in _run(kind, [channel], run):
+        assert "an illegal memory access was encountered" in text
+    gc.collect()
+    assert left[0]() is not None
+
+
+def test_what_is_open_already_is_ended_where_another_kind_cannot_be_opened(monkeypatch):
+    here, there = (Channel(i, "forward", i, i + 1, i, i + 1, SMALL, slots=1) for i in range(2))
+    monkeypatch.setattr(
+        per_channel,
+        "choose_kind",
+        lambda channel, **_: "copy_engine" if channel is here else "put",
+    )
+    monkeypatch.setattr(put, "unavailable_reason", lambda options=None: None)
+    monkeypatch.setattr(copy_engine, "unavailable_reason", lambda: None)
+
+    def register(self, comm, address, num_bytes):
+        raise TransportError("ncclCommWindowRegister failed: out of memory")
+
+    monkeypatch.setattr(simulated_cuda.Nccl, "register", register)
+    store, texts = HashStore(), {}
+
+    def work(rank):
+        try:
+            transport = open_transport(
+                "auto",
+                [here, there],
+                rank,
+                device=torch.device("cpu", rank),
+                timeout_seconds=60.0,
+                store=PrefixStore("test", store),
+            )
+        except TransportError as error:
+            texts[rank] = str(error)
+            return
+        try:
+            while True:
+                transport.step_end()
+                time.sleep(0.01)
+        except TransportError as error:
+            texts[rank] = str(error)
+            transport.close()
+
+    before = set(threading.enumerate())
+    threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), f"a rank hangs: {texts}"
+    for rank in range(3):  # rank 0 has no channel of the kind that failed
+        assert "ncclCommWindowRegister failed: out of memory" in texts[rank], texts
+    new = [t for t in threading.enumerate() if t not in before]
+    assert not [t.name for t in new if t.name.startswith("transport ")]
