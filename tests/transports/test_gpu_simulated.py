@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import simulated_cuda
@@ -23,6 +24,7 @@ from ppruntime.transports import (
     open_transport,
     per_channel,
     put,
+    ring,
     slots,
 )
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
@@ -512,6 +514,7 @@ def test_an_error_that_a_kernel_left_behind_is_told_to_all_and_does_not_keep_a_c
         thread = threading.current_thread()
         try:
             if rank == 1:
+                monkeypatch.setattr(transport._fabric, "close", given_back.append)
                 transport.post(channel, 3)
                 transport.take(channel, 3)
                 transport.release(channel, 3)
@@ -529,11 +532,12 @@ def test_an_error_that_a_kernel_left_behind_is_told_to_all_and_does_not_keep_a_c
                 left.append(weakref.ref(transport))
             return str(error)
 
-    left = []
+    left, given_back = [], []
     for text in _run(kind, [channel], run):
         assert "an illegal memory access was encountered" in text
     gc.collect()
     assert left[0]() is not None
+    assert not given_back  # it would wait for what hangs
 
 
 def test_what_is_open_already_is_ended_where_another_kind_cannot_be_opened(monkeypatch):
@@ -584,3 +588,149 @@ def test_what_is_open_already_is_ended_where_another_kind_cannot_be_opened(monke
         assert "ncclCommWindowRegister failed: out of memory" in texts[rank], texts
     new = [t for t in threading.enumerate() if t not in before]
     assert not [t.name for t in new if t.name.startswith("transport ")]
+
+
+@pytest.mark.parametrize("recv_lead", [0, 1, 2])
+def test_no_more_receives_wait_on_the_gpu_than_their_lead_before_the_reader_is_there(
+    recv_lead, monkeypatch
+):
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=3)
+    begun, receive = [], simulated_cuda.Nccl.recv
+
+    def recv(self, target, num_bytes, peer, comm, stream):
+        simulated_cuda.Stream.by_handle[stream].do(lambda: begun.append(num_bytes))
+        receive(self, target, num_bytes, peer, comm, stream)
+
+    def run(rank, transport):
+        if rank == 0:
+            for m in range(3):
+                transport.send(channel, m, payload(channel, m, 0))
+        else:
+            gate = threading.Event()
+            torch.cuda.current_stream().do(gate.wait)  # what is computed before the first is read
+            begun.clear()
+            for m in range(3):
+                transport.post(channel, m)
+            for m in range(3):
+                transport.take(channel, m)
+            time.sleep(0.3)
+            num_early = len(begun)
+            gate.set()
+            for m in range(3):
+                transport.release(channel, m)
+        transport.step_end()
+        transport.close()
+        return None if rank == 0 else (num_early, len(begun))
+
+    monkeypatch.setattr(simulated_cuda.Nccl, "recv", recv)
+    assert _run("nccl", [channel], run, recv_lead=recv_lead, selftest=False) == [
+        None,
+        (recv_lead, 3),
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_close_waits_for_what_is_on_its_way_as_long_as_the_limit_says(kind, monkeypatch):
+    monkeypatch.setattr(device, "_DRAIN_SECONDS", 0.05)
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    closed = []
+
+    def run(rank, transport):
+        if rank == 0:
+            time.sleep(1.0)
+            transport.send(channel, 0, payload(channel, 0, 0))
+            transport.close()
+            return
+        transport.post(channel, 0)
+        views = transport.take(channel, 0)
+        copies = [torch.zeros_like(view) for view in views]
+
+        def read():
+            for copy, view in zip(copies, views, strict=True):
+                copy.copy_(view)
+            closed.append("read")
+
+        torch.cuda.current_stream().do(read)
+        transport.release(channel, 0)
+        transport.close()
+        closed.append("closed")
+        torch.cuda.current_stream().synchronize()
+        assert_same_bits(copies, payload(channel, 0, 0), "after the close")
+
+    assert _run(kind, [channel], run) == [None, None]
+    assert closed[-1] == "closed"
+
+
+def test_a_step_does_not_end_well_where_its_host_slept_through_an_abort():
+    # All waits are let go while the host does not look: nothing is pending when it does.
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+
+    def run(rank, transport):
+        if rank == 1:
+            pending = transport._pending.prune
+
+            def sleepy(now):
+                transport._pending.prune = pending
+                transport.abort("the operator said so")
+                return ()
+
+            transport._pending = SimpleNamespace(prune=sleepy, add=transport._pending.add)
+        try:
+            while True:
+                transport.step_end()
+                if rank == 1:
+                    return "took the step for done"
+                time.sleep(0.05)
+        except TransportError as error:
+            transport.close()
+            return str(error)
+
+    for text in _run("copy_engine", [channel], run):
+        assert "the operator said so" in text
+
+
+class _WordsTold:
+    """A driver that remembers the words written and the values waited for."""
+
+    def __init__(self):
+        self.waited, self.written = [], []
+
+    def wait_word(self, stream, address, value):
+        self.waited.append(value % ring.WORD)
+
+    def write_word(self, stream, address, value):
+        self.written.append(value % ring.WORD)
+
+    def copy(self, stream, destination, source, num_bytes):
+        pass
+
+
+@pytest.mark.parametrize("message", [0, 1, (1 << 30) + 5, (1 << 31) - 1, (1 << 32) - 2, 1 << 33])
+def test_an_abort_lets_go_of_waits_whatever_their_counts_have_come_to(message):
+    stream = SimpleNamespace(handle=1)
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    told = _WordsTold()
+    source = copy_engine._Source(
+        told,
+        stream,
+        channel,
+        slots_address=0,
+        credit_address=8,
+        landed=copy_engine._Words(told, torch.zeros(1, dtype=torch.int32), 0),
+    )
+    source.push(message, tuple(torch.zeros(s.shape, dtype=s.dtype) for s in SMALL.tensors), None)
+    told.written.clear()
+    source.release_waits(1)
+    destination = copy_engine._Destination(
+        told,
+        stream,
+        channel,
+        slots=torch.zeros(SMALL.slot_bytes, dtype=torch.uint8),
+        landed_address=0,
+        credits=None,
+    )
+    destination.wait(message, SimpleNamespace(cuda_stream=1))
+    destination.release_waits(1)
+    waited = told.waited if message else [0, *told.waited]  # the first message needs no credit
+    for word, value in zip(told.written, waited, strict=True):
+        assert ring.has_reached(word, value), (word, value)
