@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import simulated_cuda
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ppruntime.activation_offload import ActivationOffload, ToHost
-from ppruntime.host_memory import HostPool
+from ppruntime.host_memory import HostPool, Lane, wait_for
 from ppruntime.master_offload import MasterOffload
 
 CPU = torch.device("cpu")
@@ -106,3 +108,24 @@ def test_late_copies_of_masters_bring_back_what_left(streams, monkeypatch):
         offload.come_back(4)
         offload.arrive(4)
         assert all(map(torch.equal, masters, expected))
+
+
+def test_a_copy_comes_behind_what_the_current_stream_was_given_before_it(streams):
+    # Computations are late here: what they write is read after them, what they read is written
+    # after them.
+    lane = Lane(CPU)
+    on_streams(lane)
+    late = simulated_cuda.Stream()
+    made, target, seen = torch.zeros(64), torch.ones(64), torch.zeros(64)
+
+    def compute():
+        time.sleep(0.05)
+        seen.copy_(target)
+        made.fill_(7)
+
+    with simulated_cuda.use_stream(late):
+        late.do(compute)
+        wait_for(lane.copy([(made, target)]))
+        late.synchronize()
+    assert torch.equal(seen, torch.ones(64))
+    assert torch.equal(target, torch.full((64,), 7.0))
