@@ -9,7 +9,7 @@ import simulated_cuda
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ppruntime.activation_offload import ActivationOffload, ToHost
+from ppruntime.activation_offload import ActivationOffload, Memory, ToHost
 from ppruntime.host_memory import HostPool, Lane, wait_for
 from ppruntime.master_offload import MasterOffload
 
@@ -129,3 +129,19 @@ def test_a_copy_comes_behind_what_the_current_stream_was_given_before_it(streams
         late.synchronize()
     assert torch.equal(seen, torch.ones(64))
     assert torch.equal(target, torch.full((64,), 7.0))
+
+
+def test_memory_that_has_left_may_be_given_to_others_at_once(streams):
+    # As the allocator does: its next owner writes to it behind the wait, and no later.
+    route = ToHost(CPU, HostPool(CPU, page_bytes=512))
+    on_streams(route.outwards, route.homewards)
+    tensor = torch.arange(1000.0)
+    expected, memory = tensor.clone(), Memory(tensor)
+    route.outwards._stream.do(lambda: time.sleep(0.05))
+    away = route.start([memory])
+    away.leave()
+    tensor.fill_(-1)
+    away.come_back()
+    away.arrive()
+    back = torch.empty(0).set_(memory.storage, 0, (1000,), (1,))
+    assert torch.equal(back, expected)
