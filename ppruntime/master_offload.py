@@ -40,7 +40,9 @@ class MasterOffload:
         self._back: dict[int, Event | None] = {}
         # At first the pool of the stream on which they were made, which may be another stage's
         # lane; later that of the stage's own.
-        self._owners = dict.fromkeys(stages, self._outwards.current())
+        self._owners: dict[int, torch.cuda.Stream | None] = dict.fromkeys(
+            stages, self._outwards.current()
+        )
 
     def num_bytes(self, stage: int) -> int:
         """What the stage's masters take up on the device when they are there."""

@@ -319,8 +319,8 @@ def _connect(start: opening.Start) -> opening.Ends:
 
 
 def check_places(channels: Sequence[Channel], places: Mapping[int, meeting.Place]) -> None:
-    """Raises TransportError, alike on both ends, where a channel's ends are on different hosts or
-    on one GPU. `places` are by rank."""
+    """Raises TransportError, alike on both ends, where a channel's ends are on different hosts.
+    `places` are by rank."""
     for channel in channels:
         here, there = places[channel.src_rank], places[channel.dst_rank]
         if here.host != there.host:
@@ -328,9 +328,4 @@ def check_places(channels: Sequence[Channel], places: Mapping[int, meeting.Place
                 f"{_KIND} cannot carry the {channel}: rank {channel.src_rank} is on {here.host},"
                 f" rank {channel.dst_rank} on {there.host}, no copy engine reaches another host;"
                 ' set pp.transport = "auto", "put" or "nccl"'
-            )
-        if here.gpu == there.gpu:
-            raise TransportError(
-                f"{_KIND} cannot carry the {channel}: ranks {channel.src_rank} and"
-                f" {channel.dst_rank} are on one GPU, {here.gpu}; give each rank its own"
             )

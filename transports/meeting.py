@@ -66,6 +66,19 @@ def lives_of(places: Mapping[int, Place], rank: int) -> dict[int, Life]:
     return lives
 
 
+def check_own_gpus(kind: str, channels: Sequence[Channel], places: Mapping[int, Place]) -> None:
+    """Raises TransportError, alike on both ends, where both of a channel are on one GPU: NCCL
+    refuses that, and a copy engine has no peer there. `places` are by rank."""
+    for channel in channels:
+        here, there = places[channel.src_rank], places[channel.dst_rank]
+        if here.gpu == there.gpu and here.host == there.host:
+            raise TransportError(
+                f"{kind} cannot carry the {channel}: ranks {channel.src_rank} and"
+                f" {channel.dst_rank} are on one GPU, {here.gpu}; give each rank its own, or set"
+                " pp.size = 1"
+            )
+
+
 def no_cuda_reason(kind: str) -> str | None:
     """Why no GPU transport can work in this process, or None."""
     if not torch.cuda.is_available():

@@ -127,6 +127,7 @@ def open_ends(
     peers = meeting.peers_of(mine, rank)
     with meeting.OpeningLimit(kind, rank, store, timeout_seconds) as limit:
         places = meeting.swap_places(store, device, rank, peers, timeout_seconds)
+        meeting.check_own_gpus(kind, mine, places)
         ends = connect(
             Start(rank, tuple(mine), peers, places, device, store, timeout_seconds, checked, limit)
         )

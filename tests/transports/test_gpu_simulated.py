@@ -732,3 +732,14 @@ def test_an_abort_lets_go_of_waits_whatever_their_counts_have_come_to(message):
     waited = told.waited if message else [0, *told.waited]  # the first message needs no credit
     for word, value in zip(told.written, waited, strict=True):
         assert ring.has_reached(word, value), (word, value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_on_one_gpu_are_refused_on_both_before_a_call_that_waits(kind, monkeypatch):
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1")
+    )
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    for error in _run(kind, [channel], lambda rank, transport: None):
+        assert f"{kind} cannot carry the {channel}: ranks 0 and 1 are on one GPU" in str(error)
+        assert "give each rank its own, or set pp.size = 1" in str(error)
