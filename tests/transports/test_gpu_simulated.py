@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import threading
@@ -25,6 +26,7 @@ from ppruntime.transports import (
     per_channel,
     put,
     ring,
+    selftest,
     slots,
 )
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
@@ -743,3 +745,44 @@ def test_two_ranks_on_one_gpu_are_refused_on_both_before_a_call_that_waits(kind,
     for error in _run(kind, [channel], lambda rank, transport: None):
         assert f"{kind} cannot carry the {channel}: ranks 0 and 1 are on one GPU" in str(error)
         assert "give each rank its own, or set pp.size = 1" in str(error)
+
+
+# The start-up test
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wait_that_holds_another_stream_is_found_at_start_and_told_to_both_ranks(
+    kind, monkeypatch
+):
+    # Two streams of rank 1 are one hardware queue.
+    queues = {}
+
+    def new_stream(device):
+        return queues.setdefault(threading.current_thread(), simulated_cuda.Stream())
+
+    monkeypatch.setattr(selftest, "new_stream", new_stream)
+    monkeypatch.setattr(selftest, "ALIAS_SECONDS", 1.0)
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    for error in _run(kind, [channel], lambda rank, transport: None):
+        said = f"{kind}: a stream that waits for the {channel} held "
+        assert said in str(error)
+        assert "set CUDA_DEVICE_MAX_CONNECTIONS=32 before the program starts" in str(error)
+        assert ('or set pp.transport = "nccl"' in str(error)) is (kind != "nccl")
+
+
+def test_a_wrong_byte_is_found_at_start_and_told_to_both_ranks(monkeypatch):
+    def copy(self, stream, destination, source, num_bytes):
+        def move():
+            ctypes.memmove(destination, source, num_bytes)
+            if num_bytes == SMALL.tensors[0].num_bytes:
+                ctypes.c_ubyte.from_address(destination + 7).value ^= 1
+
+        simulated_cuda.Stream.by_handle[stream].do(move)
+
+    monkeypatch.setattr(simulated_cuda.Driver, "copy", copy)
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    for error in _run("copy_engine", [channel], lambda rank, transport: None):
+        assert f"copy_engine: the {channel} carries wrong bytes: tensor 0 differs in 1 of 60" in (
+            str(error)
+        )
+        assert "first at byte 7" in str(error)
