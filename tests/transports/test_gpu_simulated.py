@@ -22,6 +22,7 @@ from ppruntime.transports import (
     device,
     meeting,
     nccl,
+    nccl_library,
     open_transport,
     per_channel,
     put,
@@ -786,3 +787,52 @@ def test_a_wrong_byte_is_found_at_start_and_told_to_both_ranks(monkeypatch):
             str(error)
         )
         assert "first at byte 7" in str(error)
+
+
+# NCCL
+
+
+@pytest.mark.parametrize("kind", ["put", "nccl"])
+@pytest.mark.parametrize("wrong", ["other", "old", "missing"])
+def test_an_nccl_that_does_not_fit_on_one_rank_is_named_with_its_version_on_both(
+    kind, wrong, monkeypatch
+):
+    def load(need, path=None):
+        if threading.current_thread() is not threads[1]:
+            return simulated_cuda.Nccl()
+        if wrong == "other":
+            other = simulated_cuda.Nccl()
+            other.version = 23102
+            return other
+        found = [("torch's own: libnccl.so.2", 22105)] if wrong == "old" else []
+        raise TransportError(nccl_library.too_old(need, found))
+
+    monkeypatch.setattr(nccl_library, "load", load)
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    store, texts = HashStore(), {}
+
+    def work(rank):
+        try:
+            KINDS[kind].open(
+                [channel],
+                rank,
+                device=torch.device("cpu", rank),
+                timeout_seconds=20.0,
+                store=PrefixStore("test", store),
+                options={},
+            )
+        except TransportError as error:
+            texts[rank] = str(error)
+
+    threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    expected = {"other": "rank 1: 2.31.2", "old": "found 2.21.5", "missing": "found none"}[wrong]
+    for rank in range(2):
+        assert f"{kind} needs one NCCL version on both ends of every channel" in texts[rank]
+        assert "rank 0: 2.32.3" in texts[rank]
+        assert expected in texts[rank]
+        assert "set pp.nccl_library to" in texts[rank]
+    assert texts[0] == texts[1]
