@@ -70,7 +70,7 @@ def calibrate(
     few_samples
         Write rows with fewer than 100 samples, as assumed ones that say so.
     """
-    from ppruntime.config import load
+    from ppruntime.config import load, one_transport
 
     files, overrides = files_and_overrides(arguments)
     config = load(files, overrides)
@@ -90,7 +90,7 @@ def calibrate(
             f"{config.pp.size} and {config.world_size} ranks; use pp.size=2, parallel.dp=1, "
             "parallel.ep=1 and no --depths"
         )
-    if in_flight and config.pp.transport == "auto":
+    if in_flight and one_transport(config) == "auto":
         raise ProjectionError(
             'pp.transport = "auto" does not say what was in flight; name it, such as '
             "pp.transport=put"
@@ -117,7 +117,7 @@ def calibrate(
         from ppruntime.projection.calibration_file import refuse_before
 
         check_output("--out", out, makes_folder=True)
-        transport = config.pp.transport if in_flight else "idle"
+        transport = one_transport(config) if in_flight else "idle"
         refuse_before(
             out,
             config,
@@ -210,12 +210,13 @@ def _units(task: _Task, ranks: Ranks, out: Path) -> None:
 
 def _units_in_flight(task: _Task, ranks: Ranks, out: Path, idle: Path | None) -> None:
     """Both ranks time all units, so that both compute; rank 0's times count."""
+    from ppruntime.config import one_transport
     from ppruntime.projection.calibrate import unit_rows
     from ppruntime.projection.calibrate_traffic import Traffic, largest_boundary_bytes
     from ppruntime.projection.calibration import read_calibration
     from ppruntime.projection.calibration_file import slowdown_row
 
-    num_bytes, kind = largest_boundary_bytes(task.config), task.config.pp.transport
+    num_bytes, kind = largest_boundary_bytes(task.config), one_transport(task.config)
     beside = f"messages of {num_bytes:,} bytes both ways on {kind}"
     if ranks.rank == 0:
         _say(task, ranks)

@@ -109,6 +109,7 @@ def _run(
 ) -> int:
     import torch
 
+    from ppruntime.config import one_transport
     from ppruntime.emulate import check_emulation
     from ppruntime.emulate import emulate as run
     from ppruntime.emulate_replays import Blanks, Recorder
@@ -122,7 +123,7 @@ def _run(
     refuse_before(
         out,
         config,
-        transport=config.pp.transport,
+        transport=one_transport(config),
         samples=steps * min(len(_steady_part(config, stage)) for job in jobs for stage in job),
         few_samples=few_samples,
         stages=True,
@@ -244,12 +245,13 @@ def _report(config: Config, found: Emulation, job: range, hop_s: float) -> None:
 
 
 def _write(config: Config, found: Emulation, out: Path, *, few_samples: bool) -> None:
+    from ppruntime.config import one_transport
     from ppruntime.projection.calibration_file import calibration_of, merged, write_calibration
 
     known = calibration_of(
         config,
         few_samples=few_samples,
-        transport=config.pp.transport,
+        transport=one_transport(config),
         stages=found.stages,
         transfers=found.transfers,
         peaks=found.peaks,

@@ -80,7 +80,7 @@ def search(
         link=link,
         variants=variants,
     )
-    slows = _slowdown(known, transport, config.pp.transport)
+    slows = _slowdown(known, transport, config.pp.transport_of_all)
     if slows is not None:
         task = replace(
             task, interference=Interference(slows.one_way, slows.both_ways, slows.blocking)
@@ -109,12 +109,12 @@ def search(
     return 0
 
 
-def _slowdown(known: Calibration, asked: str | None, of_the_run: str) -> Slowdown | None:
+def _slowdown(known: Calibration, asked: str | None, of_the_run: str | None) -> Slowdown | None:
     """The row of the transport that was asked for, else of the run's if there is one. Raises
     ProjectionError where it was asked for and is not there, or counts already."""
     rows = {row.transport: row for row in known.slowdowns}
     if asked is None:
-        return rows.get(of_the_run) if known.transport == "idle" else None
+        return rows.get(of_the_run or "") if known.transport == "idle" else None
     if known.transport != "idle":
         raise ProjectionError(
             f"--transport {asked}: the calibration's units were timed beside {known.transport} "

@@ -163,7 +163,7 @@ def simulate(
         per_step_s=per_step_s,
     )
     slows, source, origin = _interference(
-        found.calibration, transport, interference, config.pp.transport
+        found.calibration, transport, interference, config.pp.transport_of_all
     )
     stall_share, stall_s = _pair("--stall", stall) if stall is not None else (0.0, 0.0)
     if replicas is not None and replicas < 1:
@@ -248,7 +248,10 @@ def simulate(
 
 
 def _interference(
-    calibration: Calibration | None, transport: str | None, text: str | None, of_the_run: str
+    calibration: Calibration | None,
+    transport: str | None,
+    text: str | None,
+    of_the_run: str | None,
 ) -> tuple[Interference, str, Origin]:
     """From the option, else from the calibration's row of the transport, else from that of the
     run's transport, else none. Ops that were timed beside a transport are slowed down already."""
@@ -273,7 +276,7 @@ def _interference(
     rows = {row.transport: row for row in (calibration.slowdowns if calibration else ())}
     is_idle = calibration is None or calibration.transport == "idle"
     if transport is None:
-        if not (is_idle and of_the_run in rows):
+        if of_the_run is None or not (is_idle and of_the_run in rows):
             return Interference(), "none given", Origin.ASSUMED
         transport = of_the_run
     if not is_idle:

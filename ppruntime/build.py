@@ -18,6 +18,7 @@ from ppruntime.config import Config
 from ppruntime.connect import (
     compute_dtype,
     connect,
+    kinds_note,
     make_executor,
     make_outline,
     transport_options,
@@ -192,6 +193,7 @@ def build_pipeline(config: Config, ranks: Ranks, *, draw_on_device: bool = False
             warm_up_stage(
                 stage, received, ranks, backwards=backwards, lanes=lanes, budget=budget, **shape
             )
+    kind_of: dict[int, str] = {}
     transport = connect(
         outline,
         ranks,
@@ -199,6 +201,7 @@ def build_pipeline(config: Config, ranks: Ranks, *, draw_on_device: bool = False
         kind=config.pp.transport,
         timeout_seconds=config.pp.timeout_seconds,
         options=transport_options(config),
+        tell_kinds=kind_of.update,
     )
 
     host_pool = HostPool(ranks.device)
@@ -263,6 +266,7 @@ def build_pipeline(config: Config, ranks: Ranks, *, draw_on_device: bool = False
                 if choice.note
             ),
             *_lane_notes(config, lanes),
+            *filter(None, [kinds_note(config, outline.channels, kind_of)]),
         ),
         dispatchers=tuple(dict.fromkeys(dispatchers.values())),
         transport=transport,

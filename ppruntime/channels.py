@@ -49,6 +49,11 @@ def make_channels(
     return tuple(channels)
 
 
+def hop_of(channel: Channel) -> int:
+    """Its place in a list with one entry for each hop, whichever way it goes."""
+    return min(channel.src_stage, channel.dst_stage)
+
+
 def edge_of(channel: Channel) -> Edge:
     """The channel's edge in the order's terms."""
     kind: Literal["F", "B"] = "F" if channel.kind == "forward" else "B"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,9 @@ import torch
 
 from ppruntime.activation_offload import ActivationOffload
 from ppruntime.boundaries import expected_boundaries
-from ppruntime.channels import edge_of, make_channels
+from ppruntime.channels import edge_of, hop_of, make_channels
 from ppruntime.clocks import CudaClock, HostClock
-from ppruntime.config import Config
+from ppruntime.config import Config, one_transport
 from ppruntime.executor import Computes, Executor, LooksAhead
 from ppruntime.gemm_budget import GemmBudget, transport_ctas
 from ppruntime.lanes import Lanes
@@ -68,25 +68,45 @@ def connect(
     ranks: Ranks,
     orders: Sequence[Schedule],
     *,
-    kind: str,
+    kind: str | Sequence[str],
     timeout_seconds: float,
     options: Mapping[str, Any],
+    tell_kinds: Callable[[Mapping[int, str]], object] = lambda _: None,
 ) -> Transport:
     """Opens this rank's ends of the channels for the lowered `orders` that will run over them. A
-    collective of the pipeline. On GPUs channels whose slots they prove free go without credits."""
+    collective of the pipeline. On GPUs channels whose slots they prove free go without credits.
+    `kind` is that of all hops, or one for each; for `tell_kinds` see `open_transport`."""
     proven: frozenset[Edge] = frozenset()
     if ranks.device.type == "cuda":
         proven = uncredited(orders, outline.order.slots, pairs=outline.order.pairs)
     return open_transport(
-        kind,
+        kind if isinstance(kind, str) else {c.id: kind[hop_of(c)] for c in outline.channels},
         outline.channels,
         ranks.pp_rank,
         device=ranks.device,
         timeout_seconds=timeout_seconds,
         store=ranks.pipeline_store(),
         uncredited=frozenset(c.id for c in outline.channels if edge_of(c) in proven),
+        tell_kinds=tell_kinds,
         **options,
     )
+
+
+def kinds_note(config: Config, channels: Sequence[Channel], kind_of: Mapping[int, str]) -> str:
+    """What "auto" took, for the user; empty where it had no say. Pure."""
+    pp = config.pp
+    leaving = [c for c in channels if c.kind == "forward" and c.src_rank != c.dst_rank]
+    if "auto" not in pp.transport_names or not leaving or not kind_of:
+        return ""
+    hops_of: dict[str, list[str]] = {}
+    for c in leaving:
+        if isinstance(pp.transport, str) or pp.transport[hop_of(c)] == "auto":
+            hops_of.setdefault(kind_of[c.id], []).append(f"{c.src_stage}-{c.dst_stage}")
+    took = " and ".join(
+        f"{kind} between stages {', '.join(hops)}" if len(hops_of) > 1 else kind
+        for kind, hops in hops_of.items()
+    )
+    return f'pp.transport = "auto" took {took}' if took else ""
 
 
 def transport_options(config: Config) -> dict[str, Any]:
@@ -104,7 +124,7 @@ def open_beside(config: Config, ranks: Ranks, channels: Sequence[Channel]) -> Tr
     """This rank's ends of channels of one's own, moved as the run's boundaries are: for
     calibrations and emulations. A collective of the pipeline."""
     return open_transport(
-        config.pp.transport,
+        one_transport(config),
         channels,
         ranks.pp_rank,
         device=ranks.device,

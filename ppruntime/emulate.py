@@ -19,7 +19,7 @@ from ppruntime.boundaries import expected_boundaries
 from ppruntime.build import build_stage, warm_up_stage
 from ppruntime.channels import make_channels
 from ppruntime.clocks import CudaClock, HostClock
-from ppruntime.config import Config
+from ppruntime.config import Config, one_transport
 from ppruntime.connect import compute_dtype, open_beside
 from ppruntime.data.batches import open_data
 from ppruntime.emulate_replays import Blanks, Recorder
@@ -234,7 +234,7 @@ def _emulation(
 ) -> Emulation:
     in_flight = peak_in_flight(order.computations)
     count = config.train.num_micro_batches
-    transport = config.pp.transport
+    transport = one_transport(config)
     what = (
         f"emulated stages {present.start}-{present.stop - 1} of {config.pp.size} on {transport}"
         if len(present) > 1

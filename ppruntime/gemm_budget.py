@@ -35,7 +35,7 @@ def transport_ctas(config: Config) -> int | None:
     """What nccl's channels are opened with; None, which leaves it to NCCL, where the config names
     another transport or none."""
     given = config.pp.transport_ctas
-    return DEFAULT_CTAS if given is None and config.pp.transport == "nccl" else given
+    return DEFAULT_CTAS if given is None and "nccl" in config.pp.transport_names else given
 
 
 def with_gemm_budget(config: Config, device: torch.device) -> Config:
@@ -45,7 +45,8 @@ def with_gemm_budget(config: Config, device: torch.device) -> Config:
     Raises ConfigError as `limit_gemms` does, for the halves of pairs too.
     """
     gemm_sms, ctas = config.pp.gemm_sms, transport_ctas(config)
-    waits_on_sms = config.pp.transport == "nccl" and config.pp.size > 1 and device.type == "cuda"
+    is_named = "nccl" in config.pp.transport_names
+    waits_on_sms = is_named and config.pp.size > 1 and device.type == "cuda"
     if gemm_sms is None and waits_on_sms and ctas is not None:
         gemm_sms = max(_num_sms(device) - _HELD * ctas, _num_sms(device) // 2)
     _check_pair_budget(config, gemm_sms, device)

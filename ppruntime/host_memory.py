@@ -116,6 +116,11 @@ class Lane:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
+    def current(self) -> torch.cuda.Stream | None:
+        """The current stream, in whose pool memory taken now lies; None where all is done at
+        once."""
+        return None if self._stream is None else torch.cuda.current_stream()
+
     def copy(
         self, pairs: Iterable[tuple[Tensor, Tensor]], *, after: Iterable[Event | None] = ()
     ) -> Event | None:
@@ -136,10 +141,14 @@ class Lane:
         return end
 
 
-def wait_for(event: Event | None) -> None:
-    """Makes the current stream, not the host, wait."""
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)
+def wait_for(event: Event | None, *, owner: torch.cuda.Stream | None = None) -> None:
+    """Makes the current stream, not the host, wait; and the stream in whose pool the memory lies
+    that is free behind the event, as the allocator gives it to that one's work."""
+    if event is None:
+        return
+    current = torch.cuda.current_stream()
+    for stream in (current,) if owner in (None, current) else (current, owner):
+        stream.wait_event(event)
 
 
 def _aligned(size: int) -> int:

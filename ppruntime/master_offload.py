@@ -38,6 +38,11 @@ class MasterOffload:
         self._masters = {index: _masters(units) for index, units in stages.items()}
         self._away: dict[int, _Away] = {}
         self._back: dict[int, Event | None] = {}
+        # At first the pool of the stream on which they were made, which may be another stage's
+        # lane; later that of the stage's own.
+        self._owners: dict[int, torch.cuda.Stream | None] = dict.fromkeys(
+            stages, self._outwards.current()
+        )
 
     def num_bytes(self, stage: int) -> int:
         """What the stage's masters take up on the device when they are there."""
@@ -54,13 +59,14 @@ class MasterOffload:
 
     def left(self, stage: int) -> None:
         """The current stream waits for the copies; the device's memory is free."""
-        wait_for(self._away[stage].gone)
+        wait_for(self._away[stage].gone, owner=self._owners[stage])
         for master in self._masters[stage]:
             master.resize_(0)
 
     def come_back(self, stage: int) -> None:
         """Starts the way back, into memory of the current stream's pool."""
         masters, away = self._masters[stage], self._away.pop(stage)
+        self._owners[stage] = self._homewards.current()
         for master, size in zip(masters, away.sizes, strict=True):
             master.resize_(size)
         targets = [as_bytes(master) for master in masters]

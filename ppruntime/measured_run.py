@@ -110,10 +110,11 @@ def measure_run(config: Config, ranks: Ranks, num_steps: int) -> MeasuredRun:
     windows = [range(held[stage], count - held[stage]) for stage in stages]
     by_stage = [[times[stage] for times in all_times] for stage in stages]
     name = f"{config.model.name}, {config.pp.schedule}, M {count}"
+    link = " and ".join(dict.fromkeys(config.pp.transport_names))
     return MeasuredRun(
         mean_s=tuple(mean_seconds(s, by_stage[s], windows[s]) for s in stages),
         cycle_s=tuple(cycle_seconds(by_stage[s], windows[s]) for s in stages),
-        transfers=waited_for(stages, boundaries, all_times, config.pp.transport, name),
+        transfers=waited_for(stages, boundaries, all_times, link, name),
         peaks=peaks,
         pipeline_s=tuple(_span(times) for times in all_times),
         step_s=tuple(step_s),

@@ -164,6 +164,19 @@ def check_world(layout: Layout) -> None:
         )
 
 
+def check_gpus(environment: Mapping[str, str], num_gpus: int) -> None:
+    """Raises ConfigError, alike in all processes of a host, unless it has a GPU for each. Pure."""
+    started = int(environment.get("LOCAL_RANK", "0")) + 1
+    started = max(started, int(environment.get("LOCAL_WORLD_SIZE", "1")))
+    if started > num_gpus:
+        gpus = f"{num_gpus or 'no'} GPU{'' if num_gpus == 1 else 's'}"
+        fewer = f"start {num_gpus} on it, or " if num_gpus else ""
+        raise ConfigError(
+            f"{started} process{'es' if started > 1 else ''} started on a host with {gpus}, each"
+            f' needs one of its own; {fewer}set run.device = "cpu"'
+        )
+
+
 def started_rank() -> int:
     """This process's rank by the launcher; 0 without one."""
     return int(os.environ.get("RANK", "0"))
@@ -171,8 +184,10 @@ def started_rank() -> int:
 
 def join(layout: Layout, *, use_cuda: bool, timeout_seconds: float) -> Ranks:
     """Joins the process group and makes the mesh. Without a launcher the world is this process.
-    A collective; on CUDA each process of a host takes the GPU of its local rank."""
+    A collective; on CUDA each process of a host takes the GPU of its local rank. Raises ConfigError
+    on all ranks of a host that has fewer."""
     if use_cuda:
+        check_gpus(os.environ, torch.cuda.device_count())
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"

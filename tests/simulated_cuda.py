@@ -149,6 +149,7 @@ class _Memory:
         self._map = mmap.mmap(descriptor, num_bytes)
         self._view = (ctypes.c_ubyte * num_bytes).from_buffer(self._map)
         self.address, self.num_bytes = ctypes.addressof(self._view), num_bytes
+        _KEPT.append(self)  # a stream may wait on it for ever
 
     def free(self):
         pass  # the test's tensors may still look at it

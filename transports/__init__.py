@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
 import torch
@@ -62,7 +62,7 @@ def options_of(kind: str) -> frozenset[str]:
 
 
 def open_transport(
-    kind: str,
+    kind: str | Mapping[int, str],
     channels: Sequence[Channel],
     rank: int,
     *,
@@ -70,15 +70,17 @@ def open_transport(
     timeout_seconds: float,
     store: Store | None = None,
     uncredited: frozenset[int] = frozenset(),
+    tell_kinds: Callable[[Mapping[int, str]], object] = lambda _: None,
     **options: object,
 ) -> Transport:
     """Opens the ends that `rank` has of a pipeline's channels; collective over all its ranks.
 
-    `channels` are those of the whole pipeline; ranks are the pipeline's, from 0. Channels inside a
-    rank are carried by local whatever the kind. `store` is this pipeline's own (pipelines side by
-    side take a PrefixStore each). If no channel leaves its rank, it may be None, and neither the
-    kind nor its `options` matter. No transfer takes longer than `timeout_seconds`, nor does opening
-    wait longer for a peer.
+    `channels` are those of the whole pipeline; ranks are the pipeline's, from 0. `kind` is that of
+    all channels, or of each by its id. Channels inside a rank are carried by local whatever the
+    kind; `tell_kinds` hears what carries each, by id, once all ranks have agreed. `store` is this
+    pipeline's own (pipelines side by side take a PrefixStore each). If no channel leaves its rank,
+    it may be None, and neither the kind nor its `options` matter. No transfer takes longer than
+    `timeout_seconds`, nor does opening wait longer for a peer.
 
     `uncredited` are the ids of channels on which the order proves that a slot is released before
     the message that overwrites it is sent; kinds that have no credits anyway take no notice. Each
@@ -86,8 +88,12 @@ def open_transport(
     text on all ranks, if they disagree on a channel, if one of them cannot use the kind, or for an
     option that none of the kinds takes that carry a channel.
     """
-    if kind not in KINDS:
-        raise TransportError(f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}")
+    wanted = {c.id: kind if isinstance(kind, str) else kind[c.id] for c in channels}
+    for name in (kind,) if isinstance(kind, str) else wanted.values():
+        if name not in KINDS:
+            raise TransportError(
+                f"there is no transport {name!r}; choose one of {', '.join(KINDS)}"
+            )
     ranks = sorted({rank}.union(*((c.src_rank, c.dst_rank) for c in channels)))
     kind_of = {channel.id: "local" for channel in channels}
     if len(ranks) > 1:
@@ -96,30 +102,38 @@ def open_transport(
         # The n-th opening of this rank meets the n-th of the others, under names of its own.
         store = PrefixStore(f"opening {store.add(f'openings of rank {rank}', 1)}", store)
         kind_of = _agreed_kinds(
-            kind, channels, rank, ranks, device, timeout_seconds, store, options, uncredited
+            wanted, channels, rank, ranks, device, timeout_seconds, store, options, uncredited
         )
+        tell_kinds(kind_of)
     used_kinds = sorted(set(kind_of.values()))
     if kind == "local" or len(ranks) > 1:
-        _refuse_what_none_takes(kind, used_kinds, options)
+        _refuse_what_none_takes(wanted, used_kinds, options)
     carriers: list[tuple[Transport, Sequence[Channel]]] = []
-    for used in used_kinds:
-        carried = [c for c in channels if kind_of[c.id] == used]
-        transport: Transport = _module(used).open(
-            carried,
-            rank,
-            device=device,
-            timeout_seconds=timeout_seconds,
-            store=None if store is None else PrefixStore(used, store),
-            options=_options_for(used, {**options, "uncredited": uncredited}),
-        )
-        carriers.append((transport, carried))
+    try:
+        for used in used_kinds:
+            carried = [c for c in channels if kind_of[c.id] == used]
+            transport: Transport = _module(used).open(
+                carried,
+                rank,
+                device=device,
+                timeout_seconds=timeout_seconds,
+                store=None if store is None else PrefixStore(used, store),
+                options=_options_for(used, {**options, "uncredited": uncredited}),
+            )
+            carriers.append((transport, carried))
+    except BaseException as error:
+        # Peers that share no channel of the kind that failed would go on with those that did not.
+        for transport, _ in carriers:
+            transport.abort(f"rank {rank} could not open its other channels: {error}")
+            transport.close()
+        raise
     if len(carriers) == 1:
         return carriers[0][0]
     return per_channel.PerChannelTransport(carriers)
 
 
 def _agreed_kinds(
-    kind: str,
+    wanted: Mapping[int, str],
     channels: Sequence[Channel],
     rank: int,
     ranks: Sequence[int],
@@ -129,10 +143,12 @@ def _agreed_kinds(
     options: Mapping[str, object],
     uncredited: frozenset[int],
 ) -> dict[int, str]:
-    """Each channel's kind by its id, once all ranks agree on the channels and can use the kind."""
-    reason = unavailable_reason(kind, options)
+    """Each channel's kind by its id, once all ranks agree on the channels and can use the kinds."""
+    leaving = [c for c in channels if c.src_rank != c.dst_rank]
+    names = sorted({wanted[c.id] for c in leaving})
+    reasons = {name: unavailable_reason(name, options) for name in names}
     facts = [
-        agree.Fact("the transport", kind if reason is None else f"{kind} (unusable: {reason})"),
+        agree.Fact("the transport", _named(names, wanted, reasons)),
         *agree.channel_facts(channels, rank),
         # An end that waits for credits which the other never gives would wait for ever.
         agree.Fact("the channels without credits", str(sorted(uncredited))),
@@ -145,10 +161,12 @@ def _agreed_kinds(
         timeout_seconds=timeout_seconds,
         what="opening the transport",
     )
-    if reason is not None:
-        raise TransportError(f"{kind} cannot be used: {reason}")
-    if kind != "auto":
-        return {c.id: "local" if c.src_rank == c.dst_rank else kind for c in channels}
+    for name, reason in reasons.items():
+        if reason is not None:
+            raise TransportError(f"{name} cannot be used: {reason}")
+    kind_of = {c.id: "local" if c.src_rank == c.dst_rank else wanted[c.id] for c in channels}
+    if "auto" not in names:
+        return kind_of
     usable = [k for k in KINDS if k != "auto" and unavailable_reason(k, options) is None]
     stated = agree.gather(
         PrefixStore("abilities", store),
@@ -159,15 +177,27 @@ def _agreed_kinds(
         what="choosing transports",
     )
     abilities = {r: json.loads(text) for r, text in stated.items()}
-    return {
+    chosen = {
         channel.id: per_channel.choose_kind(
             channel,
             device_type=device.type,
             host_of={r: host for r, (host, _) in abilities.items()},
             available=frozenset.intersection(*(frozenset(k) for _, k in abilities.values())),
         )
-        for channel in channels
+        for channel in leaving
+        if wanted[channel.id] == "auto"
     }
+    return kind_of | chosen
+
+
+def _named(
+    names: Sequence[str], wanted: Mapping[int, str], reasons: Mapping[str, str | None]
+) -> str:
+    """What a rank was told to use, and why it cannot, for the ranks to compare."""
+    parts = [n if reasons[n] is None else f"{n} (unusable: {reasons[n]})" for n in names]
+    if len(names) < 2:
+        return "".join(parts)
+    return f"{' and '.join(parts)} (by channel: {', '.join(wanted[i] for i in sorted(wanted))})"
 
 
 def _options_for(used: str, options: Mapping[str, object]) -> dict[str, object]:
@@ -176,16 +206,17 @@ def _options_for(used: str, options: Mapping[str, object]) -> dict[str, object]:
 
 
 def _refuse_what_none_takes(
-    kind: str, used_kinds: Sequence[str], options: Mapping[str, object]
+    wanted: Mapping[int, str], used_kinds: Sequence[str], options: Mapping[str, object]
 ) -> None:
     taken = frozenset[str]().union(*map(options_of, used_kinds))
     unknown = sorted(options.keys() - taken)
     if not unknown:
         return
     carrying = [used for used in used_kinds if used != "local"] or ["local"]
-    who = carrying[0] if kind != "auto" else f"auto took {' and '.join(carrying)}, which"
+    is_auto = "auto" in wanted.values()
+    who = f"auto took {' and '.join(carrying)}, which" if is_auto else " and ".join(carrying)
     what = f"the options {', '.join(sorted(taken))}" if taken else "no options"
-    takes = "takes" if kind != "auto" or len(carrying) == 1 else "take"
+    takes = "takes" if len(carrying) == 1 else "take"
     raise TransportError(f"{who} {takes} {what}, got {unknown}; remove them")
 
 

@@ -13,6 +13,7 @@ from typing import Final
 
 from torch._C._distributed_c10d import Store
 
+from ppruntime.transports import meeting
 from ppruntime.transports.background import Background
 from ppruntime.transports.base import Channel, TransportError
 from ppruntime.transports.nccl_api import Config, Nccl, make_config
@@ -27,8 +28,8 @@ _LOCK_SECONDS = 1.0
 class Communicators:
     """Makes communicators over `store`, and ends them from any thread."""
 
-    def __init__(self, nccl: Nccl, store: Store) -> None:
-        self.nccl, self._store = nccl, store
+    def __init__(self, nccl: Nccl, store: Store, timeout_seconds: float) -> None:
+        self.nccl, self._store, self._timeout_seconds = nccl, store, timeout_seconds
         self._comms: list[int] = []
         self._names: list[bytes] = []  # NCCL keeps the pointers
         self._lock = threading.Lock()
@@ -39,7 +40,8 @@ class Communicators:
         self, channel: Channel, *, is_source: bool, configure: Callable[[Config], None]
     ) -> int:
         """The channel's communicator, on the current device. Blocks until the other end calls this:
-        all ranks open their channels in one order. `configure` changes NCCL's defaults."""
+        all ranks open their channels in one order. `configure` changes NCCL's defaults. Raises
+        TransportError if the source does not come within the time limit."""
         key = f"nccl id of channel {channel.id}"
         if is_source:
             self._store.set(key, self.nccl.unique_id().hex())
@@ -47,6 +49,11 @@ class Communicators:
         self._names.append(name)
         config = make_config(self.nccl.version, name)
         configure(config)
+        if not meeting.await_keys(self._store, [key], time.monotonic() + self._timeout_seconds):
+            raise TransportError(
+                f"rank {channel.src_rank} did not come to open the {channel} within"
+                f" {self._timeout_seconds:g} s"
+            )
         unique_id = bytes.fromhex(self._store.get(key).decode())
         comm = self.nccl.init(unique_id, SRC if is_source else DST, config)
         self._comms.append(comm)

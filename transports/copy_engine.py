@@ -303,6 +303,7 @@ def _connect(start: opening.Start) -> opening.Ends:
     driver = Driver(start.device)
     fabric = _Fabric(driver, start.device)
     for peer in peers:  # ascending on every rank, so the smallest pair that is left proceeds
+        start.limit.doing = f"maps the memory of rank {peer}"
         fabric.connect(
             [c for c in start.channels if peer in (c.src_rank, c.dst_rank)],
             rank,
@@ -311,14 +312,15 @@ def _connect(start: opening.Start) -> opening.Ends:
             uncredited=start.options.uncredited,
             timeout_seconds=start.timeout_seconds,
         )
-    # No rank sends before its peers' words are zero and all is mapped.
+    # A rank is open with all its peers or with none: one that cannot map a memory says so before
+    # another sends to it. Words are zero by then, before their memory is handed over.
     meeting.swap_texts(start.store, "readiness", "open", rank, peers, start.timeout_seconds)
     return opening.Ends(driver, fabric.sources, fabric.destinations, fabric)
 
 
 def check_places(channels: Sequence[Channel], places: Mapping[int, meeting.Place]) -> None:
-    """Raises TransportError, alike on both ends, where a channel's ends are on different hosts or
-    on one GPU. `places` are by rank."""
+    """Raises TransportError, alike on both ends, where a channel's ends are on different hosts.
+    `places` are by rank."""
     for channel in channels:
         here, there = places[channel.src_rank], places[channel.dst_rank]
         if here.host != there.host:
@@ -326,9 +328,4 @@ def check_places(channels: Sequence[Channel], places: Mapping[int, meeting.Place
                 f"{_KIND} cannot carry the {channel}: rank {channel.src_rank} is on {here.host},"
                 f" rank {channel.dst_rank} on {there.host}, no copy engine reaches another host;"
                 ' set pp.transport = "auto", "put" or "nccl"'
-            )
-        if here.gpu == there.gpu:
-            raise TransportError(
-                f"{_KIND} cannot carry the {channel}: ranks {channel.src_rank} and"
-                f" {channel.dst_rank} are on one GPU, {here.gpu}; give each rank its own"
             )

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
@@ -40,6 +40,8 @@ _SPREAD_SECONDS = 1.5
 send what they make of it, in order and on time: by then every rank has to know not to use it."""
 _POLL_SECONDS = 50e-6
 _GIVE_BACK_SECONDS = 5.0
+_LEFT_BEHIND: list[DeviceTransport] = []
+"""Closed with work of theirs on the GPU."""
 _LOST_SECONDS = 2.0  # for a close that a peer has done its part in before its process ended
 
 
@@ -145,6 +147,9 @@ class DeviceTransport:
         self._lock = threading.Lock()
         self._gave_up_at = math.inf
         self._closed = False
+        self.on_abort: Callable[[str], None] | None = None
+        """Is told the reason of an abort before waits are let go: by then those have to know who
+        would be sent what a stream makes without its data."""
         self.start_up: SelfTest | None = None
         """What the start-up test found; None if it was left out."""
         self._watchdog = Watchdog(
@@ -225,6 +230,8 @@ class DeviceTransport:
             if self._closed or not self._ledger.end(f"{self.kind}, rank {self._rank}: {reason}"):
                 return
         self._watchdog.announce(reason)
+        if self.on_abort is not None:
+            self.on_abort(reason)
         self._gave_up_at = time.monotonic()
 
     def close(self) -> None:
@@ -242,8 +249,11 @@ class DeviceTransport:
             self._ledger.end(f"{self.kind}, rank {self._rank}: the transport is closed")
             self._watchdog.close()
             if drained:
-                # What still waits keeps its buffers: giving them back would wait for it, for ever.
                 self._give_back(orderly=orderly)
+            else:
+                # Giving back would wait for what still waits, for ever. It may yet write to slots
+                # and read what was sent, so nobody else gets that memory.
+                _LEFT_BEHIND.append(self)
 
     def _give_back(self, *, orderly: bool) -> None:
         """Closes the fabric, or says that it does not close in time and leaves it to the end of the
@@ -295,10 +305,15 @@ class DeviceTransport:
     def _drain(self) -> bool:
         # Longer than the watchdog waits, which ends the process where nothing else helps.
         deadline = time.monotonic() + 2 * _DRAIN_SECONDS
-        while self._pending.prune(time.monotonic()):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_SECONDS)
+        try:
+            while self._pending.prune(time.monotonic()):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_POLL_SECONDS)
+        except RuntimeError:
+            # What some kernel left behind: every call into CUDA reports it from now on, and whoever
+            # closes has the error that came of it. Nothing can be given back.
+            return False
         return True
 
     def _after_abort(self, left: Sequence[Pending]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from types import TracebackType
 
 import torch
@@ -16,8 +17,11 @@ from ppruntime.transports.base import Channel, TransportError
 from ppruntime.transports.device import end_process
 from ppruntime.transports.lives import Life, host_name, life_of, parse_life
 from ppruntime.transports.nccl_api import Nccl, version_text
+from ppruntime.transports.watchdog import ABORT_KEY
 
 _GRACE_SECONDS = 15.0
+_POLL_SECONDS = 2e-3
+_LISTEN_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,19 @@ def lives_of(places: Mapping[int, Place], rank: int) -> dict[int, Life]:
     return lives
 
 
+def check_own_gpus(kind: str, channels: Sequence[Channel], places: Mapping[int, Place]) -> None:
+    """Raises TransportError, alike on both ends, where both of a channel are on one GPU: NCCL
+    refuses that, and a copy engine has no peer there. `places` are by rank."""
+    for channel in channels:
+        here, there = places[channel.src_rank], places[channel.dst_rank]
+        if here.gpu == there.gpu and here.host == there.host:
+            raise TransportError(
+                f"{kind} cannot carry the {channel}: ranks {channel.src_rank} and"
+                f" {channel.dst_rank} are on one GPU, {here.gpu}; give each rank its own, or set"
+                " pp.size = 1"
+            )
+
+
 def no_cuda_reason(kind: str) -> str | None:
     """Why no GPU transport can work in this process, or None."""
     if not torch.cuda.is_available():
@@ -92,15 +109,43 @@ def swap_texts(
 ) -> dict[int, str]:
     """Gives all `peers` a text and gets theirs; both ends use one key."""
     store.set(f"{key} {rank}", text)
-    try:
-        store.wait([f"{key} {peer}" for peer in peers], timedelta(seconds=timeout_seconds))
-    except RuntimeError as error:
-        late = [p for p in peers if not store.check([f"{key} {p}"])]
+    keys = {peer: f"{key} {peer}" for peer in peers}
+    if not await_keys(store, list(keys.values()), time.monotonic() + timeout_seconds):
+        late = [p for p in peers if not store.check([keys[p]])]
         raise TransportError(
             f"rank {rank}: ranks {late} did not come to open their channels within"
-            f" {timeout_seconds:g} s (waited for their {key}): {error}"
-        ) from error
-    return {peer: store.get(f"{key} {peer}").decode() for peer in peers}
+            f" {timeout_seconds:g} s (waited for their {key})"
+        )
+    return {peer: store.get(keys[peer]).decode() for peer in peers}
+
+
+def await_keys(store: Store, keys: Sequence[str], deadline: float) -> bool:
+    """Whether the store has all keys by the `deadline` (of the monotonic clock). Raises
+    TransportError as soon as another rank has said why it will not come."""
+    # Asks again and again: a store that waits keeps every other thread from asking.
+    while not store.check(list(keys)):
+        raise_if_given_up(store)
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def raise_if_given_up(store: Store) -> None:
+    """Raises TransportError with the reason of a rank that gave up while it opened its channels."""
+    if reason := _given_up(store):
+        raise TransportError(reason)
+
+
+def give_up(store: Store, rank: int, kind: str, error: BaseException) -> None:
+    """Tells all ranks why this one does not open its channels. The first reason stays."""
+    with contextlib.suppress(RuntimeError):  # without the store nobody is left to be told
+        reason = f"rank {rank} could not open its {kind} channels: {error}"
+        store.compare_set(ABORT_KEY, "", reason)
+
+
+def _given_up(store: Store) -> str:
+    return store.get(ABORT_KEY).decode() if store.check([ABORT_KEY]) else ""
 
 
 def agreed_library(
@@ -133,20 +178,22 @@ def agreed_library(
 
 
 class OpeningLimit:
-    """Ends the process if opening takes longer than the limit: calls into CUDA and NCCL that wait
-    for a peer cannot be interrupted in any other way. Used as a context manager."""
+    """Ends the process if opening takes longer than the limit, or goes on although another rank
+    has given up: calls into CUDA and NCCL that wait for a peer cannot be interrupted in any other
+    way. Used as a context manager; an error inside is told to all ranks."""
 
-    def __init__(self, kind: str, rank: int, timeout_seconds: float) -> None:
-        limit = timeout_seconds + _GRACE_SECONDS  # what has a limit of its own raises before
-        report = (
-            f"rank {rank}: {kind} could not open its channels within {limit:g} s: a call into CUDA"
-            " or NCCL waits for a peer and cannot be undone, so the process ends here."
-        )
-        self._timer = threading.Timer(limit, end_process, [report])
-        self._timer.daemon = True
+    def __init__(self, kind: str, rank: int, store: Store, timeout_seconds: float) -> None:
+        self._kind, self._rank, self._store = kind, rank, store
+        # What has a limit of its own raises before.
+        self._limit_seconds = timeout_seconds + _GRACE_SECONDS
+        self._opened = threading.Event()
+        self.doing = "meets its peers"
+        """What the rank does now, for the report."""
 
-    def __enter__(self) -> None:
-        self._timer.start()
+    def __enter__(self) -> OpeningLimit:
+        for name, watch in (("limit", self._watch), ("listener", self._listen)):
+            threading.Thread(target=watch, name=f"opening {name}", daemon=True).start()
+        return self
 
     def __exit__(
         self,
@@ -154,7 +201,28 @@ class OpeningLimit:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._timer.cancel()
+        self._opened.set()
+        if error is not None:
+            give_up(self._store, self._rank, self._kind, error)
+
+    def _watch(self) -> None:
+        if not self._opened.wait(self._limit_seconds):
+            self._end(f"could not open its channels within {self._limit_seconds:g} s")
+
+    def _listen(self) -> None:
+        # Not in the thread above: a store that is gone may keep whoever asks.
+        reason = ""
+        while not reason and not self._opened.wait(_LISTEN_SECONDS):
+            with contextlib.suppress(RuntimeError):
+                reason = _given_up(self._store)
+        if reason and not self._opened.wait(_GRACE_SECONDS):
+            self._end(f"cannot open its channels: {reason}")
+
+    def _end(self, what: str) -> None:
+        end_process(
+            f"rank {self._rank}: {self._kind} {what}\n  It {self.doing}: a call into CUDA or NCCL"
+            " waits for a peer and cannot be undone, so the process ends here."
+        )
 
 
 def checked_device(kind: str, device: torch.device) -> torch.device:

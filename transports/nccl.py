@@ -265,11 +265,11 @@ def _connect(start: opening.Start) -> opening.Ends:
         if ctas is not None:
             config.min_ctas, config.max_ctas = 1, ctas
 
-    driver, comms = Driver(device), Communicators(nccl, start.store)
+    driver, comms = Driver(device), Communicators(nccl, start.store, start.timeout_seconds)
     sources, destinations = dict[int, _Source](), dict[int, _Destination]()
     for channel in start.channels:  # making a communicator waits for the other end
         stream = OwnStream(driver, device)
-        is_source = channel.src_rank == start.rank
+        is_source = start.begin(channel)
         comm = comms.open(channel, is_source=is_source, configure=configure)
         _warm_up(nccl, comm, is_source, stream, device)
         if is_source:

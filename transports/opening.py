@@ -78,6 +78,14 @@ class Start:
     store: Store
     timeout_seconds: float
     options: Options
+    limit: meeting.OpeningLimit
+
+    def begin(self, channel: Channel) -> bool:
+        """This channel is opened next; whether this rank is its source."""
+        is_source = channel.src_rank == self.rank
+        peer = channel.dst_rank if is_source else channel.src_rank
+        self.limit.doing = f"opens the {channel}, with rank {peer}"
+        return is_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +125,11 @@ def open_ends(
     checked = checked_options(kind, options, taken)
     mine = sorted((c for c in channels if rank in (c.src_rank, c.dst_rank)), key=lambda c: c.id)
     peers = meeting.peers_of(mine, rank)
-    with meeting.OpeningLimit(kind, rank, timeout_seconds):
+    with meeting.OpeningLimit(kind, rank, store, timeout_seconds) as limit:
         places = meeting.swap_places(store, device, rank, peers, timeout_seconds)
+        meeting.check_own_gpus(kind, mine, places)
         ends = connect(
-            Start(rank, tuple(mine), peers, places, device, store, timeout_seconds, checked)
+            Start(rank, tuple(mine), peers, places, device, store, timeout_seconds, checked, limit)
         )
     transport = DeviceTransport(
         kind,

@@ -12,13 +12,13 @@ import os
 import secrets
 import socket
 import time
-from datetime import timedelta
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from ppruntime.transports import meeting
 from ppruntime.transports.base import TransportError
 from ppruntime.transports.driver import AccessDesc, AllocationProp, Driver, Location
 
@@ -27,6 +27,7 @@ _ON_DEVICE: Final = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _POSIX_FD: Final = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _READ_WRITE: Final = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _RECOMMENDED: Final = 1  # CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+_LISTEN_SECONDS: Final = 0.2
 
 
 class MappedMemory:
@@ -88,14 +89,15 @@ def swap_descriptors(
     timeout_seconds: float,
 ) -> tuple[int, int]:
     """Gives the peer a file descriptor and a size and gets the peer's, both ends calling with one
-    `name`. Raises TransportError when the peer does not come within the limit."""
+    `name`. Raises TransportError when the peer does not come within the limit, or as soon as a rank
+    has said why it will not."""
     deadline = time.monotonic() + timeout_seconds
     try:
         with _connected(store, name, is_first, deadline) as connection:
             socket.send_fds(connection, [num_bytes.to_bytes(8, "little")], [descriptor])
             connection.settimeout(max(0.001, deadline - time.monotonic()))
             payload, descriptors, _, _ = socket.recv_fds(connection, 8, 1)
-    except (OSError, RuntimeError) as error:  # RuntimeError: what a store raises after its limit
+    except OSError as error:
         raise TransportError(
             f"{name}: the peer did not hand over its memory within {timeout_seconds:g} s: {error}"
         ) from error
@@ -114,10 +116,18 @@ def _connected(store: Store, name: str, is_first: bool, deadline: float) -> sock
             listener.bind(address)
             listener.listen(1)
             store.set(name, address[1:])
-            listener.settimeout(max(0.001, deadline - time.monotonic()))
-            connection, _ = listener.accept()
-            return connection
-    store.wait([name], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            while True:
+                left = deadline - time.monotonic()
+                listener.settimeout(max(0.001, min(left, _LISTEN_SECONDS)))
+                try:
+                    connection, _ = listener.accept()
+                    return connection
+                except TimeoutError:
+                    if left <= _LISTEN_SECONDS:
+                        raise
+                    meeting.raise_if_given_up(store)
+    if not meeting.await_keys(store, [name], deadline):
+        raise TimeoutError("it never came")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     connection.connect("\0" + store.get(name).decode())

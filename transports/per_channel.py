@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ppruntime.transports.base import Channel, Transport, TransportError
+from ppruntime.transports.device import DeviceTransport
 
 
 def choose_kind(
@@ -36,7 +37,9 @@ class PerChannelTransport:
     """Passes every call on to the transport that carries its channel; see `Transport`.
 
     `carriers` are (transport, the channels that it carries). One that fails raises from its own
-    calls and from `step_end`; whoever drives this one then aborts it, and with it all of them.
+    calls and from `step_end`. On GPUs it ends all others at once, as the host may be elsewhere:
+    once its waits are let go streams run without their data, and what they make would cross the
+    others' channels to ranks that know of nothing.
     """
 
     def __init__(self, carriers: Sequence[tuple[Transport, Sequence[Channel]]]) -> None:
@@ -44,6 +47,9 @@ class PerChannelTransport:
         self._carrier_of = {
             channel.id: transport for transport, channels in carriers for channel in channels
         }
+        for transport in self._transports:
+            if isinstance(transport, DeviceTransport):
+                transport.on_abort = self.abort
 
     def post(self, channel: Channel, micro_batch: int) -> None:
         self._carrier(channel).post(channel, micro_batch)

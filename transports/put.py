@@ -287,11 +287,11 @@ def _connect(start: opening.Start) -> opening.Ends:
         start.timeout_seconds,
     )
     device = start.device
-    driver, comms = Driver(device), Communicators(nccl, start.store)
+    driver, comms = Driver(device), Communicators(nccl, start.store, start.timeout_seconds)
     fabric, sources, destinations = _Fabric(comms), dict[int, _Source](), dict[int, _Destination]()
     for channel in start.channels:  # each edge waits for its other end
         stream = OwnStream(driver, device)
-        is_source = channel.src_rank == start.rank
+        is_source = start.begin(channel)
         edge = _open_edge(comms, channel, is_source)
         fabric.edges.append(edge)
         _warm_up(edge, is_source, stream)

@@ -185,15 +185,15 @@ def _check(
     store.set(_key(channel, "is right"), "")
     transport.post(channel, 1)
     _compare(transport, channel, 1, transport.take(channel, 1), device)
-    store.set(_key(channel, "is right again"), "")
-    transport.step_end()
-    if num_held:
+    if num_held:  # before the source hears that all is well: it hears this then
+        otherwise = "" if transport.kind == "nccl" else ', or set pp.transport = "nccl"'
         raise TransportError(
             f"{transport.kind}: a stream that waits for the {channel} held {num_held} of"
-            f" {len(others.streams)} other streams: they share a hardware queue. Set"
-            " CUDA_DEVICE_MAX_CONNECTIONS=32 before the program starts, or set"
-            ' pp.transport = "nccl"'
+            f" {len(others.streams)} other streams, they share a hardware queue; set"
+            f" CUDA_DEVICE_MAX_CONNECTIONS=32 before the program starts{otherwise}"
         )
+    store.set(_key(channel, "is right again"), "")
+    transport.step_end()
 
 
 def _compare(

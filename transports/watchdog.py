@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,7 +24,9 @@ from ppruntime.transports.lives import Life
 POLL_SECONDS = 0.05
 LISTEN_SECONDS = 0.5
 ANNOUNCE_SECONDS = 2.0
-_ABORT_KEY, _CLOSED_KEY = "abort", "closed"
+ABORT_KEY: Final = "abort"
+"""In the store that a kind is opened with: why a rank gave up, be it while it opened or later."""
+_CLOSED_KEY: Final = "closed"
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +101,7 @@ class Watchdog:
         def tell() -> None:
             try:
                 # The first reason stays: who hears of it gives up too, and has no other.
-                self._store.compare_set(_ABORT_KEY, "", f"rank {self._rank}: {reason}")
+                self._store.compare_set(ABORT_KEY, "", f"rank {self._rank}: {reason}")
             except Exception as error:
                 print(f"rank {self._rank} could not announce its abort: {error}", file=sys.stderr)
 
@@ -121,10 +124,10 @@ class Watchdog:
         while not self._stop.wait(POLL_SECONDS):
             try:
                 left = self._pending.prune(time.monotonic())
+                self._tick(left)
             except RuntimeError as error:  # a CUDA error that some kernel left behind
                 self._expire(f"the GPU reports an error: {error}")
                 return
-            self._tick(left)
             late = overdue(left, time.monotonic(), self._timeout_seconds)
             if late is not None:
                 self._expire(f"waited {self._timeout_seconds:g} s for {late.text}")
@@ -132,8 +135,8 @@ class Watchdog:
     def _listen(self) -> None:
         while not self._stop.wait(LISTEN_SECONDS):
             try:
-                if self._store.check([_ABORT_KEY]):
-                    self._expire(self._store.get(_ABORT_KEY).decode())
+                if self._store.check([ABORT_KEY]):
+                    self._expire(self._store.get(ABORT_KEY).decode())
                     return
                 self._look_for_the_dead()
             except Exception as error:

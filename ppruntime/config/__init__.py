@@ -14,5 +14,15 @@ Knows the model's sizes and no torch; nothing below `ppruntime/` sees a config.
 from ppruntime.config.errors import ConfigError
 from ppruntime.config.keys import Config
 from ppruntime.config.loading import check_world_size, digest, dumps, flatten, load
+from ppruntime.config.pipeline_rules import one_transport
 
-__all__ = ["Config", "ConfigError", "check_world_size", "digest", "dumps", "flatten", "load"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "check_world_size",
+    "digest",
+    "dumps",
+    "flatten",
+    "load",
+    "one_transport",
+]

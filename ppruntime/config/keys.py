@@ -39,6 +39,9 @@ ScheduleName: TypeAlias = Literal[
     "v_min",
     "dualpipe_v",
 ]
+TransportName: TypeAlias = Literal[
+    "auto", "local", "gloo", "shared_memory", "nccl", "copy_engine", "put"
+]
 TRAIN_KEYS_OF_DIMS = ("balance_loss_weight", "indexer_loss_weight", "force_balanced_routing")
 """Fields of `ModelDims` that are keys of [train], since they are no property of a checkpoint."""
 V_SCHEDULES = frozenset({"zb_v", "v_half", "v_min", "dualpipe_v"})
@@ -81,12 +84,11 @@ class Pipeline(Section, frozen=True):
     ) = None
     """Extra forwards in flight: s gives rank r s (size - 1 - r) forwards before its first backward,
     a list gives that number for each rank. Default: 2 for async_1f1b. Bitwise."""
-    transport: Literal["auto", "local", "gloo", "shared_memory", "nccl", "copy_engine", "put"] = (
-        "auto"
-    )
-    """What moves boundaries between ranks. Default: the fastest one that works here. Bitwise at one
-    gemm_sms, whose default is another one for nccl."""
-    transport_ctas: Count | None = None
+    transport: TransportName | tuple[TransportName, ...] = "auto"
+    """What moves boundaries between ranks, both ways; a list names one for each hop from a stage to
+    the next. Default: the fastest one that works there. Bitwise at one gemm_sms, whose default is
+    another one for nccl."""
+    transport_ctas: Annotated[int, Meta(ge=1, le=64)] | None = None
     """Thread blocks that an nccl transfer may occupy. Default: 4, with transport = "auto"
     NCCL's. Bitwise."""
     gemm_sms: Count | None = None
@@ -103,7 +105,7 @@ class Pipeline(Section, frozen=True):
     while both run; as gemm_sms otherwise. Default: gemm_sms for either, so that they queue for the
     same ones. Summation order; bitwise where gemm_sms is."""
     nccl_library: str | None = None
-    """Path of the libnccl to load. Default: the installed one. Bitwise."""
+    """Path of the libnccl that put loads. Default: the installed one. Bitwise."""
     activation_offload: bool = False
     """Keep in-flight micro-batches' saved activations elsewhere between forward and backward, see
     offload_target. Bitwise, with target fp8 changes numerics."""
@@ -133,6 +135,16 @@ class Pipeline(Section, frozen=True):
         if self.stages_per_rank is not None:
             return self.stages_per_rank
         return 2 if self.schedule in V_SCHEDULES | LOOP_SCHEDULES else 1
+
+    @property
+    def transport_names(self) -> tuple[str, ...]:
+        """The list of `transport`, of one name if it is one for all hops."""
+        return (self.transport,) if isinstance(self.transport, str) else self.transport
+
+    @property
+    def transport_of_all(self) -> str | None:
+        """The name that is for all hops; None where they differ."""
+        return self.transport_names[0] if len(set(self.transport_names)) == 1 else None
 
     @property
     def num_stages(self) -> int:

@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ppruntime.config.errors import show
+from ppruntime.config.errors import ConfigError, show
 from ppruntime.config.keys import LOOP_SCHEDULES, PAIR_SCHEDULES, V_SCHEDULES, Config, Pipeline
 from ppruntime.config.rule import Broken, Rule, either
 
 _WARMUP_SCHEDULES = ("async_1f1b", "1f1b_w")
+_ON_CPU = frozenset({"gloo", "shared_memory"})
+_ON_GPUS = frozenset({"nccl", "copy_engine", "put"})
 _WHOLE_BACKWARD_SCHEDULES = ("gpipe", "1f1b", "async_1f1b", "interleaved_1f1b")
+
+
+def one_transport(config: Config) -> str:
+    """`pp.transport` for what crosses one hop alone, such as calibrations and emulations. Raises
+    ConfigError for a list."""
+    if isinstance(config.pp.transport, str):
+        return config.pp.transport
+    raise ConfigError(
+        f"pp.transport = {show(config.pp.transport)} names one for each hop, and what is measured"
+        f" here crosses one; name one, such as {show(config.pp.transport[0])}"
+    )
 
 
 def _stages(config: Config) -> Iterator[Broken]:
@@ -138,14 +151,42 @@ def _offload_masters(config: Config) -> Iterator[Broken]:
 
 
 def _transport(config: Config) -> Iterator[Broken]:
-    pp = config.pp
-    for name, kind in (("transport_ctas", "nccl"), ("recv_lead", "nccl"), ("nccl_library", "put")):
+    pp, device = config.pp, config.run.device
+    key, names, num_hops = "pp.transport", pp.transport_names, pp.num_stages - 1
+    told = f"{key} = {show(pp.transport)}"
+    if isinstance(pp.transport, tuple) and len(names) != num_hops:
+        yield (
+            key,
+            f"{told} has {len(names)} entries, {pp.num_stages} stages have {num_hops} hops from one"
+            " to the next; give one for each hop, or one name for all",
+        )
+        return
+    # The turn of a V, and all hops of one rank, stay inside it whatever is named.
+    inside = {pp.size - 1} if pp.schedule in V_SCHEDULES else set()
+    leaving = [name for hop, name in enumerate(names) if hop not in inside or len(names) < num_hops]
+    if pp.size > 1 and "local" in leaving:
+        yield (
+            key,
+            f"{told} does not leave a rank, and pp.size = {pp.size}; use"
+            f' {either(_ON_CPU) if device == "cpu" else either(_ON_GPUS)}, or "auto"',
+        )
+    misplaced = {"cpu": _ON_GPUS, "cuda": _ON_CPU}.get(device, frozenset()) & set(leaving)
+    if pp.size > 1 and misplaced:
+        there = _ON_CPU if device == "cpu" else _ON_GPUS
+        yield (
+            key,
+            f"{told} does not move what lies where run.device = {show(device)} has it; use"
+            f' {either(there)}, or "auto"',
+        )
+    # What auto takes shows when the ranks meet, and which library put finds is part of it.
+    takers = {"transport_ctas": {"nccl"}, "recv_lead": {"nccl"}, "nccl_library": {"put", "auto"}}
+    for name, kinds in takers.items():
         value = getattr(pp, name)
-        if value is not None and pp.transport != kind:
+        if value is not None and not kinds & set(names):
             yield (
                 f"pp.{name}",
-                f"pp.{name} = {show(value)} has no effect on pp.transport = {show(pp.transport)}; "
-                f"leave it out or use {show(kind)}",
+                f"pp.{name} = {show(value)} has no effect on {told}; leave it out or use"
+                f" {show(min(kinds - {'auto'}))}",
             )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ppruntime.build import build_stage
-from ppruntime.config import Config
+from ppruntime.config import Config, one_transport
 from ppruntime.connect import open_beside
 from ppruntime.data.batches import open_data
 from ppruntime.experts.options import choose_experts
@@ -185,7 +185,7 @@ def transfer_rows(
         median, p95 = median_and_p95(seconds[_WARM_UP:])
         rows.append(
             TransferTimes(
-                link=config.pp.transport,
+                link=one_transport(config),
                 num_bytes=num_bytes,
                 seconds=median,
                 p95_s=p95,

@@ -115,7 +115,9 @@ VALUES = [
         'transport = "ncl"',
         5,
         'pp.transport = "ncl" is not allowed; expected one of "auto", "copy_engine", "gloo", '
-        '"local", "nccl", "put", "shared_memory"; did you mean "nccl"?',
+        '"local", "nccl", "put", "shared_memory" or a list, each entry one of "auto", '
+        '"copy_engine", '
+        '"gloo", "local", "nccl", "put", "shared_memory"; did you mean "nccl"?',
     ),
     (
         'type = "stdlib"',
@@ -644,16 +646,55 @@ def test_any_bytes_give_a_config_or_a_config_error(tmp_path_factory, content, ov
             'pp.recv_lead = 2 has no effect on pp.transport = "auto"; leave it out or use "nccl"',
         ),
         (
-            "pp.nccl_library=/lib/libnccl.so",
-            'pp.nccl_library = "/lib/libnccl.so" has no effect on pp.transport = "auto"; '
+            "pp.nccl_library=/lib/libnccl.so pp.transport=nccl",
+            'pp.nccl_library = "/lib/libnccl.so" has no effect on pp.transport = "nccl"; '
             'leave it out or use "put"',
+        ),
+        (
+            'pp.recv_lead=2 pp.transport=["put","auto"] pp.size=3',
+            'pp.recv_lead = 2 has no effect on pp.transport = ["put", "auto"]; leave it out or use'
+            ' "nccl"',
+        ),
+        (
+            "pp.transport_ctas=65 pp.transport=nccl",
+            "pp.transport_ctas = 65 is not allowed; expected an integer from 1 to 64",
+        ),
+        (
+            'pp.transport=["put"] pp.size=3',
+            'pp.transport = ["put"] has 1 entries, 3 stages have 2 hops from one to the next; give'
+            " one for each hop, or one name for all",
+        ),
+        (
+            "pp.transport=[] pp.size=2",
+            "pp.transport = [] has 0 entries, 2 stages have 1 hops from one to the next; give one"
+            " for each hop, or one name for all",
+        ),
+        (
+            "pp.transport=local pp.size=2",
+            'pp.transport = "local" does not leave a rank, and pp.size = 2; use "copy_engine" or'
+            ' "nccl" or "put", or "auto"',
+        ),
+        (
+            'pp.transport=["gloo","local"] pp.size=3 run.device=cpu',
+            'pp.transport = ["gloo", "local"] does not leave a rank, and pp.size = 3; use "gloo" or'
+            ' "shared_memory", or "auto"',
+        ),
+        (
+            "pp.transport=put pp.size=2 run.device=cpu",
+            'pp.transport = "put" does not move what lies where run.device = "cpu" has it; use'
+            ' "gloo" or "shared_memory", or "auto"',
+        ),
+        (
+            "pp.transport=gloo pp.size=2 run.device=cuda",
+            'pp.transport = "gloo" does not move what lies where run.device = "cuda" has it; use'
+            ' "copy_engine" or "nccl" or "put", or "auto"',
         ),
     ],
 )
 def test_an_option_of_another_transport_is_a_mistake(override, text):
     tiny = Path(__file__).resolve().parents[2] / "launch" / "configs" / "tiny.toml"
     with pytest.raises(ConfigError) as caught:
-        load([tiny], [override])
+        load([tiny], override.split(" "))
     assert str(caught.value) == f"command line: {text}"
 
 

@@ -61,6 +61,7 @@ def test_a_budget_without_effect_or_beyond_the_gpu_is_refused(carveouts):
         (["pp.transport=nccl", "pp.transport_ctas=64"], 66, 64),
         (["pp.transport=nccl", "pp.gemm_sms=100"], 100, 4),
         (["pp.transport=copy_engine"], None, None),
+        (['pp.transport=["put","nccl"]', "pp.size=3"], 120, 4),
         (["pp.transport=auto"], None, None),
         (["pp.transport=nccl", "pp.size=1"], None, 4),
     ],

@@ -422,3 +422,53 @@ def test_one_lane_runs_the_order_as_it_is(lanes):
         pairs=pairs,
     )
     assert [text for text, _ in executor._program] == [str(op) for op in order.ops(0)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_a_step_lies_between_what_its_stream_was_given_before_it_and_behind_it(seed):
+    # As an optimizer's update does: it writes what the lanes read and reads what they wrote. The
+    # second and third step begin on another stream than the one before.
+    with recording():
+        lane, outers = Stream(), [Stream(), Stream(), Stream()]
+        lanes = StreamLanes([0, 1], [lane])
+        weights, grads, wrong = [None], [None], []
+
+        def expect(found, wanted):
+            if found[0] != wanted:
+                wrong.append((found[0], wanted))
+
+        for step, outer in enumerate([outers[0], outers[0], *outers[1:]]):
+            if HERE.stream is not outer:
+                before, HERE.stream = HERE.stream, outer
+                if step:  # the caller's own order between its streams
+                    event = Event()
+                    event.record(before)
+                    outer.wait_event(event)
+            outer.do(lambda step=step: weights.__setitem__(0, step))
+            with lanes.step():
+                lanes.enter(1, ())
+                lane.do(lambda step=step: expect(weights, step))
+                lane.do(lambda step=step: grads.__setitem__(0, step))
+            assert HERE.stream is outer
+            outer.do(lambda step=step: expect(grads, step))
+        work_off([*outers, lane], seed)
+        assert not wrong
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_a_stream_that_begins_a_step_anew_waits_for_lanes_that_others_waited_for(seed):
+    with recording():
+        lane, first, second = Stream(), HERE.stream, Stream()
+        lanes = StreamLanes([0, 1], [lane])
+        made, wrong = [None], []
+        with lanes.step():
+            lanes.enter(1, ())
+            lane.do(lambda: made.__setitem__(0, "made"))
+        HERE.stream = second
+        with lanes.step():
+            lanes.enter(0, ())
+            second.do(lambda: wrong.append(made[0]) if made[0] is None else None)
+        work_off([first, second, lane], seed)
+        assert not wrong

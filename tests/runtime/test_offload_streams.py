@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import simulated_cuda
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ppruntime.activation_offload import ActivationOffload, ToHost
-from ppruntime.host_memory import HostPool
+from ppruntime.activation_offload import ActivationOffload, Memory, ToHost
+from ppruntime.host_memory import HostPool, Lane, wait_for
 from ppruntime.master_offload import MasterOffload
 
 CPU = torch.device("cpu")
@@ -106,3 +108,87 @@ def test_late_copies_of_masters_bring_back_what_left(streams, monkeypatch):
         offload.come_back(4)
         offload.arrive(4)
         assert all(map(torch.equal, masters, expected))
+
+
+def test_a_copy_comes_behind_what_the_current_stream_was_given_before_it(streams):
+    # Computations are late here: what they write is read after them, what they read is written
+    # after them.
+    lane = Lane(CPU)
+    on_streams(lane)
+    late = simulated_cuda.Stream()
+    made, target, seen = torch.zeros(64), torch.ones(64), torch.zeros(64)
+
+    def compute():
+        time.sleep(0.05)
+        seen.copy_(target)
+        made.fill_(7)
+
+    with simulated_cuda.use_stream(late):
+        late.do(compute)
+        wait_for(lane.copy([(made, target)]))
+        late.synchronize()
+    assert torch.equal(seen, torch.ones(64))
+    assert torch.equal(target, torch.full((64,), 7.0))
+
+
+def test_memory_that_has_left_may_be_given_to_others_at_once(streams):
+    # As the allocator does: its next owner writes to it behind the wait, and no later.
+    route = ToHost(CPU, HostPool(CPU, page_bytes=512))
+    on_streams(route.outwards, route.homewards)
+    tensor = torch.arange(1000.0)
+    expected, memory = tensor.clone(), Memory(tensor)
+    route.outwards._stream.do(lambda: time.sleep(0.05))
+    away = route.start([memory])
+    away.leave()
+    tensor.fill_(-1)
+    away.come_back()
+    away.arrive()
+    back = torch.empty(0).set_(memory.storage, 0, (1000,), (1,))
+    assert torch.equal(back, expected)
+
+
+class OwnedStorage:
+    """A storage in the memory pool of a stream, whose next work gets it as soon as it is freed."""
+
+    def __init__(self, memory, owner):
+        self.memory, self.owner = memory, owner
+
+    def nbytes(self):
+        return self.memory.numel()
+
+    def resize_(self, num_bytes):
+        if num_bytes:
+            self.owner = simulated_cuda.current_stream()
+        else:
+            self.owner.do(lambda: self.memory.fill_(255))
+
+
+def test_masters_that_have_left_are_others_memory_on_the_stream_that_owns_it(streams, monkeypatch):
+    # Of a rank's second stage: made on the stream that is the first one's lane, and used on its
+    # own, while the first one's goes on.
+    first, own = simulated_cuda.Stream(), simulated_cuda.Stream()
+    memory = torch.arange(200, dtype=torch.uint8)
+    expected, storage = memory.clone(), OwnedStorage(memory, first)
+    monkeypatch.setattr("ppruntime.master_offload._masters", lambda _: [storage])
+    monkeypatch.setattr("ppruntime.master_offload.as_bytes", lambda s: s.memory)
+    monkeypatch.setattr("ppruntime.master_offload.Lane", lambda device: _lane_on_stream())
+    with simulated_cuda.use_stream(first):
+        offload = MasterOffload({4: torch.nn.Identity()}, CPU, HostPool(CPU, page_bytes=512))
+    for _ in range(2):
+        with simulated_cuda.use_stream(own):
+            offload._outwards._stream.do(lambda: time.sleep(0.05))
+            offload.leave(4)
+            offload.left(4)
+            own.synchronize()
+            first.synchronize()
+            assert not torch.equal(memory, expected)
+            offload.come_back(4)
+            offload.arrive(4)
+            own.synchronize()
+        assert torch.equal(memory, expected)
+
+
+def _lane_on_stream():
+    lane = Lane(CPU)
+    on_streams(lane)
+    return lane

@@ -298,7 +298,7 @@ def test_one_hardware_queue_is_refused_and_more_are_not():
     assert meeting.queue_reason("put", {}) is None
 
 
-def test_copy_engine_refuses_two_hosts_and_two_ranks_on_one_gpu():
+def test_copy_engine_refuses_two_hosts_and_every_kind_two_ranks_on_one_gpu():
     places = {
         0: meeting.Place("here/1", "a", ""),
         1: meeting.Place("here/1", "b", ""),
@@ -309,8 +309,9 @@ def test_copy_engine_refuses_two_hosts_and_two_ranks_on_one_gpu():
     with pytest.raises(TransportError, match=r"rank 1 is on here/1, rank 2 on there/2") as caught:
         copy_engine.check_places([_channel(0, 1, 2)], places)
     assert 'set pp.transport = "auto", "put" or "nccl"' in str(caught.value)
-    with pytest.raises(TransportError, match="ranks 0 and 3 are on one GPU, a"):
-        copy_engine.check_places([_channel(0, 0, 3)], places)
+    meeting.check_own_gpus("nccl", [_channel(0, 0, 1), _channel(1, 1, 2)], places)
+    with pytest.raises(TransportError, match=r"nccl .* ranks 0 and 3 are on one GPU, a; give each"):
+        meeting.check_own_gpus("nccl", [_channel(0, 0, 3)], places)
 
 
 def test_a_place_is_the_same_after_its_text():

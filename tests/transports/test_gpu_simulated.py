@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import random
 import threading
 import time
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import simulated_cuda
@@ -13,7 +17,19 @@ from gpu_cases import in_turn_order
 from torch.distributed import HashStore, PrefixStore
 from transport_cases import assert_same_bits, payload, pipeline_channels, poison
 
-from ppruntime.transports import copy_engine, device, nccl, put
+from ppruntime.transports import (
+    copy_engine,
+    device,
+    meeting,
+    nccl,
+    nccl_library,
+    open_transport,
+    per_channel,
+    put,
+    ring,
+    selftest,
+    slots,
+)
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
 
 KINDS = {"copy_engine": copy_engine, "put": put, "nccl": nccl}
@@ -331,3 +347,492 @@ def test_channels_without_credits_work_where_the_order_proves_their_slots_free(k
     uncredited = frozenset({0, 1})
     options = {"uncredited": uncredited, "selftest": selftest}
     assert _run(kind, [forward, backward], run, **options) == [None] * 2
+
+
+def test_an_abort_of_one_kind_ends_the_others_before_streams_go_on_without_data():
+    # Rank 1 reads what rank 0 owes it and sends it on. Its host is in the step's end by then.
+    first = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    second = Channel(1, "forward", 1, 2, 1, 2, SMALL, slots=1)
+    store, results = HashStore(), {}
+
+    def opened(rank, kind, channel, timeout_seconds):
+        transport = KINDS[kind].open(
+            [channel],
+            rank,
+            device=torch.device("cpu", rank),
+            timeout_seconds=timeout_seconds,
+            store=PrefixStore(kind, store),
+            options={},
+        )
+        return transport, [channel]
+
+    def work(rank):
+        carriers = []
+        if rank > 0:
+            carriers.append(opened(rank, "copy_engine", second, 60.0))
+        if rank < 2:
+            carriers.append(opened(rank, "nccl", first, 60.0 if rank == 0 else 1.0))
+        transport = per_channel.PerChannelTransport(carriers)
+        try:
+            if rank == 1:
+                transport.post(first, 0)
+                views = transport.take(first, 0)
+                transport.send(second, 0, views)
+                transport.release(first, 0)
+            elif rank == 2:
+                transport.post(second, 0)
+                transport.take(second, 0)
+                transport.release(second, 0)
+            while True:
+                transport.step_end()
+                if rank > 0:
+                    results[rank] = "took the step for done"
+                    return
+                time.sleep(0.05)
+        except TransportError as error:
+            results[rank] = str(error)
+            transport.close()
+
+    threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), f"a rank hangs: {results}"
+    for rank in range(3):
+        assert "waited 1 s for micro-batch 0 on the forward channel 0" in results[rank], results
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_cannot_open_is_named_by_its_peers_at_once(kind, monkeypatch):
+    # As a GPU without room for the slots is: the others wait for it, in a poll or in NCCL.
+    channels = [
+        Channel(i, "forward", i, i + 1, i, i + 1, SMALL, slots=1) for i in range(2)
+    ]  # rank 0 has no channel with rank 2, which fails
+    views = slots.typed_views
+    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 1.0)
+
+    def typed_views(boundary, buffer):
+        if threading.current_thread().name == "rank 2":
+            raise RuntimeError("CUDA out of memory")
+        return views(boundary, buffer)
+
+    monkeypatch.setattr(KINDS[kind], "typed_views", typed_views)
+    start, store, texts = time.monotonic(), HashStore(), {}
+
+    def work(rank):
+        try:
+            transport = KINDS[kind].open(
+                channels,
+                rank,
+                device=torch.device("cpu", rank),
+                timeout_seconds=60.0,
+                store=PrefixStore("test", store),
+                options={},
+            )
+            while True:  # rank 0 may be through by then
+                transport.step_end()
+                time.sleep(0.01)
+        except RuntimeError as error:
+            texts[rank] = str(error)
+
+    threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}") for r in range(3)]
+    for thread in threads:
+        thread.daemon = True
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), f"a rank hangs: {texts}"
+    assert time.monotonic() - start < 20
+    assert texts[2] == "CUDA out of memory"
+    for rank in range(2):
+        said = f"rank 2 could not open its {kind} channels: CUDA out of memory"
+        assert said in texts[rank], texts
+
+
+def test_a_call_that_waits_for_a_rank_that_gave_up_ends_the_process_and_says_why(monkeypatch):
+    # Registering a window waits for the peer inside NCCL, where nothing reaches it.
+    reports, ended = [], threading.Event()
+
+    def end_process(report):
+        reports.append(report)
+        ended.set()
+
+    def register(self, comm, address, num_bytes):
+        if self._comms[comm].rank == 0:
+            assert ended.wait(20), "the process was not ended"
+        raise TransportError("ncclCommWindowRegister failed: out of memory")
+
+    monkeypatch.setattr(simulated_cuda.Nccl, "register", register)
+    monkeypatch.setattr(meeting, "end_process", end_process)
+    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 0.5)
+    channel = Channel(4, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    _run("put", [channel], lambda rank, transport: None, timeout_seconds=60.0)
+    assert "rank 0: put cannot open its channels: rank 1 could not open its put" in reports[0]
+    assert "ncclCommWindowRegister failed: out of memory" in reports[0]
+    assert f"It opens the {channel}, with rank 1" in reports[0]
+
+
+def test_a_call_that_waits_beyond_the_limit_says_for_whom(monkeypatch):
+    reports, ended = [], threading.Event()
+
+    def end_process(report):
+        reports.append(report)
+        ended.set()
+
+    def init(self, unique_id, rank, config):
+        assert ended.wait(20), "the process was not ended"
+        raise TransportError("the process has ended")
+
+    monkeypatch.setattr(simulated_cuda.Nccl, "init", init)
+    monkeypatch.setattr(meeting, "end_process", end_process)
+    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 0.5)
+    channel = Channel(4, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    _run("nccl", [channel], lambda rank, transport: None, timeout_seconds=0.5)
+    assert "nccl could not open its channels within 1 s" in reports[0]
+    assert f"It opens the {channel}, with rank " in reports[0]
+
+
+@pytest.mark.parametrize("kind", ["copy_engine", "nccl"])
+def test_an_error_that_a_kernel_left_behind_is_told_to_all_and_does_not_keep_a_close(
+    kind, monkeypatch
+):
+    # From then on every call into CUDA reports it.
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    broken = set()
+
+    class Event(simulated_cuda.Event):
+        def query(self):
+            if self.owner in broken:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            return super().query()
+
+        def record(self, stream=None):
+            super().record(stream)
+            self.owner = threading.current_thread().name
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+
+    def run(rank, transport):
+        thread = threading.current_thread()
+        try:
+            if rank == 1:
+                monkeypatch.setattr(transport._fabric, "close", given_back.append)
+                transport.post(channel, 3)
+                transport.take(channel, 3)
+                transport.release(channel, 3)
+                broken.add(thread.name)
+            while True:
+                transport.step_end()
+                time.sleep(0.05)
+        except RuntimeError as error:
+            transport.abort(f"rank {rank} failed: {error}")  # as the executor does
+            transport.close()
+            transport.close()
+            with pytest.raises(TransportError):
+                transport.step_end()
+            if rank == 1:  # where it hangs the GPU may still write to its slots
+                left.append(weakref.ref(transport))
+            return str(error)
+
+    left, given_back = [], []
+    for text in _run(kind, [channel], run):
+        assert "an illegal memory access was encountered" in text
+    gc.collect()
+    assert left[0]() is not None
+    assert not given_back  # it would wait for what hangs
+
+
+def test_what_is_open_already_is_ended_where_another_kind_cannot_be_opened(monkeypatch):
+    here, there = (Channel(i, "forward", i, i + 1, i, i + 1, SMALL, slots=1) for i in range(2))
+    monkeypatch.setattr(
+        per_channel,
+        "choose_kind",
+        lambda channel, **_: "copy_engine" if channel is here else "put",
+    )
+    monkeypatch.setattr(put, "unavailable_reason", lambda options=None: None)
+    monkeypatch.setattr(copy_engine, "unavailable_reason", lambda: None)
+
+    def register(self, comm, address, num_bytes):
+        raise TransportError("ncclCommWindowRegister failed: out of memory")
+
+    monkeypatch.setattr(simulated_cuda.Nccl, "register", register)
+    store, texts = HashStore(), {}
+
+    def work(rank):
+        try:
+            transport = open_transport(
+                "auto",
+                [here, there],
+                rank,
+                device=torch.device("cpu", rank),
+                timeout_seconds=60.0,
+                store=PrefixStore("test", store),
+            )
+        except TransportError as error:
+            texts[rank] = str(error)
+            return
+        try:
+            while True:
+                transport.step_end()
+                time.sleep(0.01)
+        except TransportError as error:
+            texts[rank] = str(error)
+            transport.close()
+
+    before = set(threading.enumerate())
+    threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), f"a rank hangs: {texts}"
+    for rank in range(3):  # rank 0 has no channel of the kind that failed
+        assert "ncclCommWindowRegister failed: out of memory" in texts[rank], texts
+    new = [t for t in threading.enumerate() if t not in before]
+    assert not [t.name for t in new if t.name.startswith("transport ")]
+
+
+@pytest.mark.parametrize("recv_lead", [0, 1, 2])
+def test_no_more_receives_wait_on_the_gpu_than_their_lead_before_the_reader_is_there(
+    recv_lead, monkeypatch
+):
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=3)
+    begun, receive = [], simulated_cuda.Nccl.recv
+
+    def recv(self, target, num_bytes, peer, comm, stream):
+        simulated_cuda.Stream.by_handle[stream].do(lambda: begun.append(num_bytes))
+        receive(self, target, num_bytes, peer, comm, stream)
+
+    def run(rank, transport):
+        if rank == 0:
+            for m in range(3):
+                transport.send(channel, m, payload(channel, m, 0))
+        else:
+            gate = threading.Event()
+            torch.cuda.current_stream().do(gate.wait)  # what is computed before the first is read
+            begun.clear()
+            for m in range(3):
+                transport.post(channel, m)
+            for m in range(3):
+                transport.take(channel, m)
+            time.sleep(0.3)
+            num_early = len(begun)
+            gate.set()
+            for m in range(3):
+                transport.release(channel, m)
+        transport.step_end()
+        transport.close()
+        return None if rank == 0 else (num_early, len(begun))
+
+    monkeypatch.setattr(simulated_cuda.Nccl, "recv", recv)
+    assert _run("nccl", [channel], run, recv_lead=recv_lead, selftest=False) == [
+        None,
+        (recv_lead, 3),
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_close_waits_for_what_is_on_its_way_as_long_as_the_limit_says(kind, monkeypatch):
+    monkeypatch.setattr(device, "_DRAIN_SECONDS", 0.05)
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+
+    def run(rank, transport):
+        if rank == 0:
+            time.sleep(1.0)
+            transport.send(channel, 0, payload(channel, 0, 0))
+            transport.close()
+            return
+        transport.post(channel, 0)
+        views = transport.take(channel, 0)
+        copies = [torch.zeros_like(view) for view in views]
+
+        def read():
+            for copy, view in zip(copies, views, strict=True):
+                copy.copy_(view)
+
+        torch.cuda.current_stream().do(read)
+        transport.release(channel, 0)
+        start = time.monotonic()
+        transport.close()
+        assert time.monotonic() - start > 0.5
+        torch.cuda.current_stream().synchronize()
+        assert_same_bits(copies, payload(channel, 0, 0), "after the close")
+
+    assert _run(kind, [channel], run) == [None, None]
+
+
+def test_a_step_does_not_end_well_where_its_host_slept_through_an_abort():
+    # All waits are let go while the host does not look: nothing is pending when it does.
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+
+    def run(rank, transport):
+        if rank == 1:
+            pending = transport._pending.prune
+
+            def sleepy(now):
+                transport._pending.prune = pending
+                transport.abort("the operator said so")
+                return ()
+
+            transport._pending = SimpleNamespace(prune=sleepy, add=transport._pending.add)
+        try:
+            while True:
+                transport.step_end()
+                if rank == 1:
+                    return "took the step for done"
+                time.sleep(0.05)
+        except TransportError as error:
+            transport.close()
+            return str(error)
+
+    for text in _run("copy_engine", [channel], run):
+        assert "the operator said so" in text
+
+
+class _WordsTold:
+    """A driver that remembers the words written and the values waited for."""
+
+    def __init__(self):
+        self.waited, self.written = [], []
+
+    def wait_word(self, stream, address, value):
+        self.waited.append(value % ring.WORD)
+
+    def write_word(self, stream, address, value):
+        self.written.append(value % ring.WORD)
+
+    def copy(self, stream, destination, source, num_bytes):
+        pass
+
+
+@pytest.mark.parametrize("message", [0, 1, (1 << 30) + 5, (1 << 31) - 1, (1 << 32) - 2, 1 << 33])
+def test_an_abort_lets_go_of_waits_whatever_their_counts_have_come_to(message):
+    stream = SimpleNamespace(handle=1)
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    told = _WordsTold()
+    source = copy_engine._Source(
+        told,
+        stream,
+        channel,
+        slots_address=0,
+        credit_address=8,
+        landed=copy_engine._Words(told, torch.zeros(1, dtype=torch.int32), 0),
+    )
+    source.push(message, tuple(torch.zeros(s.shape, dtype=s.dtype) for s in SMALL.tensors), None)
+    told.written.clear()
+    source.release_waits(1)
+    destination = copy_engine._Destination(
+        told,
+        stream,
+        channel,
+        slots=torch.zeros(SMALL.slot_bytes, dtype=torch.uint8),
+        landed_address=0,
+        credits=None,
+    )
+    destination.wait(message, SimpleNamespace(cuda_stream=1))
+    destination.release_waits(1)
+    waited = told.waited if message else [0, *told.waited]  # the first message needs no credit
+    for word, value in zip(told.written, waited, strict=True):
+        assert ring.has_reached(word, value), (word, value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_on_one_gpu_are_refused_on_both_before_a_call_that_waits(kind, monkeypatch):
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1")
+    )
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    for error in _run(kind, [channel], lambda rank, transport: None):
+        assert f"{kind} cannot carry the {channel}: ranks 0 and 1 are on one GPU" in str(error)
+        assert "give each rank its own, or set pp.size = 1" in str(error)
+
+
+# The start-up test
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wait_that_holds_another_stream_is_found_at_start_and_told_to_both_ranks(
+    kind, monkeypatch
+):
+    # Two streams of rank 1 are one hardware queue.
+    queues = {}
+
+    def new_stream(device):
+        return queues.setdefault(threading.current_thread(), simulated_cuda.Stream())
+
+    monkeypatch.setattr(selftest, "new_stream", new_stream)
+    monkeypatch.setattr(selftest, "ALIAS_SECONDS", 1.0)
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    for error in _run(kind, [channel], lambda rank, transport: None):
+        said = f"{kind}: a stream that waits for the {channel} held "
+        assert said in str(error)
+        assert "set CUDA_DEVICE_MAX_CONNECTIONS=32 before the program starts" in str(error)
+        assert ('or set pp.transport = "nccl"' in str(error)) is (kind != "nccl")
+
+
+def test_a_wrong_byte_is_found_at_start_and_told_to_both_ranks(monkeypatch):
+    def copy(self, stream, destination, source, num_bytes):
+        def move():
+            ctypes.memmove(destination, source, num_bytes)
+            if num_bytes == SMALL.tensors[0].num_bytes:
+                ctypes.c_ubyte.from_address(destination + 7).value ^= 1
+
+        simulated_cuda.Stream.by_handle[stream].do(move)
+
+    monkeypatch.setattr(simulated_cuda.Driver, "copy", copy)
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    for error in _run("copy_engine", [channel], lambda rank, transport: None):
+        assert f"copy_engine: the {channel} carries wrong bytes: tensor 0 differs in 1 of 60" in (
+            str(error)
+        )
+        assert "first at byte 7" in str(error)
+
+
+# NCCL
+
+
+@pytest.mark.parametrize("kind", ["put", "nccl"])
+@pytest.mark.parametrize("wrong", ["other", "old", "missing"])
+def test_an_nccl_that_does_not_fit_on_one_rank_is_named_with_its_version_on_both(
+    kind, wrong, monkeypatch
+):
+    def load(need, path=None):
+        if threading.current_thread() is not threads[1]:
+            return simulated_cuda.Nccl()
+        if wrong == "other":
+            other = simulated_cuda.Nccl()
+            other.version = 23102
+            return other
+        found = [("torch's own: libnccl.so.2", 22105)] if wrong == "old" else []
+        raise TransportError(nccl_library.too_old(need, found))
+
+    monkeypatch.setattr(nccl_library, "load", load)
+    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
+    store, texts = HashStore(), {}
+
+    def work(rank):
+        try:
+            KINDS[kind].open(
+                [channel],
+                rank,
+                device=torch.device("cpu", rank),
+                timeout_seconds=20.0,
+                store=PrefixStore("test", store),
+                options={},
+            )
+        except TransportError as error:
+            texts[rank] = str(error)
+
+    threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    expected = {"other": "rank 1: 2.31.2", "old": "found 2.21.5", "missing": "found none"}[wrong]
+    for rank in range(2):
+        assert f"{kind} needs one NCCL version on both ends of every channel" in texts[rank]
+        assert "rank 0: 2.32.3" in texts[rank]
+        assert expected in texts[rank]
+        assert "set pp.nccl_library to" in texts[rank]
+    assert texts[0] == texts[1]
