@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+
+
+def left_out_for(transports: Collection[str]) -> dict[str, str]:
+    """`left_out` for a run whose hops are of these kinds: "auto" may take nccl."""
+    return left_out(loads_kernels_at_once=not {"nccl", "auto"}.isdisjoint(transports))
 
 
 def left_out(*, loads_kernels_at_once: bool = True) -> dict[str, str]:

@@ -38,8 +38,7 @@ def _train(arguments: Sequence[str], *, is_first: bool) -> int:
             print(error, file=sys.stderr, flush=True)
         return 2
 
-    at_once = not {"nccl", "auto"}.isdisjoint(config.pp.transport_names)
-    os.environ.update(cuda_environment.left_out(loads_kernels_at_once=at_once))
+    os.environ.update(cuda_environment.left_out_for(config.pp.transport_names))
     from ppruntime.session import run  # loads torch: only for a configuration that can run
 
     return run(config)

@@ -24,6 +24,17 @@ def test_only_what_the_user_left_out_is_set(monkeypatch):
     assert set(cuda_environment.left_out()) == set(NAMES[:2])
 
 
+def test_kernels_are_loaded_at_once_if_any_hop_waits_by_a_kernel(monkeypatch):
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    for names, at_once in (
+        (("put",), False),
+        (("copy_engine", "put"), False),
+        (("copy_engine", "nccl"), True),
+        (("auto",), True),
+    ):
+        assert ("CUDA_MODULE_LOADING" in cuda_environment.left_out_for(names)) == at_once, names
+
+
 def test_it_comes_before_torch():
     """A launcher that loaded torch first would set the allocator's ways in vain."""
     text = (
