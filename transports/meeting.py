@@ -20,7 +20,7 @@ from ppruntime.transports.nccl_api import Nccl, version_text
 from ppruntime.transports.watchdog import ABORT_KEY
 
 _GRACE_SECONDS = 15.0
-_POLL_SECONDS = 2e-3
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 2e-3, 0.05
 _LISTEN_SECONDS = 0.25
 
 
@@ -122,12 +122,15 @@ def swap_texts(
 def await_keys(store: Store, keys: Sequence[str], deadline: float) -> bool:
     """Whether the store has all keys by the `deadline` (of the monotonic clock). Raises
     TransportError as soon as another rank has said why it will not come."""
-    # Asks again and again: a store that waits keeps every other thread from asking.
+    # Asks again and again: a store that waits keeps every other thread from asking. Ever more
+    # seldom, as a store may serve thousands of ranks.
+    pause = _POLL_SECONDS
     while not store.check(list(keys)):
         raise_if_given_up(store)
         if time.monotonic() > deadline:
             return False
-        time.sleep(_POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_POLL_SECONDS)
     return True
 
 
