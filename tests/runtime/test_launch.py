@@ -119,8 +119,9 @@ def test_after_a_kill_all_end_in_seconds_and_the_same_command_goes_on_bitwise(tm
     assert code == 0, err
     assert err == ""
     after = int(status.last_checkpoint[-2:])
-    first, *lines, end = out.splitlines()
+    first, took, *lines, end = out.splitlines()
     assert first == f"run: goes on after step {after}"
+    assert took == 'pp.transport = "auto" took shared_memory'
     assert len(lines) == 10 - after
     for step, line in enumerate(lines, after + 1):
         assert re.fullmatch(rf"step {step:2}/10  loss \d\.\d{{4}}  .*tok/s  .*", line)
