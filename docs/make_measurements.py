@@ -59,9 +59,9 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
 - A pipeline of two with every FP8 kernel, 1F1B-W off and on, n = 1 and 2: bits are a test on two
   GPUs, not run; cycle and peak have no record. 1,000 steps of random routing under memory checkers:
   not run.
-- Transports and the fused layer's meeting were changed after all records here: one kind's abort ends
-  the others, a rank that cannot open tells why, a rank that gave up tells nothing but that. Played
-  on CPUs by simulated GPUs; not run on real ones.
+- Transports and the fused layer's meeting were changed after all records here: one kind's abort
+  ends the others, a rank that cannot open tells why, a rank that gave up tells nothing but that.
+  Played on CPUs by simulated GPUs; not run on real ones.
 - memory-fixed-blocks.json has the allocator's blocks of fixed size: 30 to 43 GB lay unused. With
   expandable segments (memory.json) a run that needs memory gets all but 0.7 GB of it; slack there
   is what nobody had asked for. One in two costs 4.4 % (bar 3), of which 2.8 are the warm-up's

@@ -121,7 +121,7 @@ def _train(config: Config, ranks: Ranks, termination: Termination) -> None:
         reporter = None
         if record is not None:
             reporter = stack.enter_context(Reporter(config, ranks, record, done))
-            for note in pipeline.notes if done < config.train.steps else ():
+            for note in pipeline.notes if done.step < config.train.steps else ():
                 reporter.note(note)
         parts = (trainer, train_data, validation, reporter, termination)
         _Loop(config, ranks, directory, *parts).run(done)
