@@ -70,7 +70,7 @@ def text(numbers: Mapping[str, Number], facts: Sequence[str] = ()) -> str:
 
 def _lines(numbers: Mapping[str, Number]) -> list[str]:
     cells = [
-        (name, _value(number), number.unit, _range(number), str(number.origin), number.source)
+        (name, _value(number), _unit(number), _range(number), str(number.origin), number.source)
         for name, number in numbers.items()
     ]
     widths = [max(len(row[i]) for row in cells) for i in range(5)]
@@ -104,6 +104,11 @@ def _member_table(group: str, numbers: Mapping[str, Number]) -> list[str]:
         for index, found in members.items()
     ]
     return text_table((group, *names, "origin and source"), rows, left="origin and source")
+
+
+def _unit(number: Number) -> str:
+    """What stands behind the value; bytes have theirs there already."""
+    return "" if number.unit == "bytes" else number.unit
 
 
 def _on_a_rank(value: float, unit: str) -> str:

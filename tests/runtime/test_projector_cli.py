@@ -257,7 +257,7 @@ def test_a_pipelines_ranks_have_their_memory_and_what_was_measured_of_it(command
     assert "without context, buffers, what is made again" in held["source"]
     text = command(start)[1]
     assert "rank_peak_bytes\n" in text
-    assert re.search(r"^measured_peak.stage2 +91.0 GB bytes +measured +run 7$", text, re.MULTILINE)
+    assert re.search(r"^measured_peak.stage2 +91.0 GB +measured +run 7$", text, re.MULTILINE)
 
 
 def test_each_hop_may_go_over_a_link_of_its_own(command):
