@@ -166,15 +166,35 @@ def _by_expert(experts: Experts, x_SD: Tensor, rows_per_expert: Sequence[int]) -
     """Experts over rows that come by source and expert, each expert's together: for products that
     take one count per expert. Their weights' gradients are one sum over all sources."""
     counts_PL = torch.tensor(rows_per_expert).view(-1, len(experts.gate_up.weight))
-    expert_of_part = torch.arange(counts_PL.shape[1]).repeat(len(counts_PL))
-    order_S = expert_of_part.repeat_interleave(counts_PL.flatten()).argsort(stable=True)
-    place_S = torch.empty_like(order_S)
-    place_S[order_S] = torch.arange(len(order_S))
-    order, place = (t.to(x_SD.device, non_blocking=True) for t in (order_S, place_S))
+    order, place = orders_by_expert(counts_PL, x_SD.device)
     sorted_SD = _Permute.apply(x_SD, order, place)  # type: ignore[no-untyped-call]
     y_SD = experts.forward(sorted_SD, counts_PL.sum(0).tolist())
     back_SD: Tensor = _Permute.apply(y_SD, place, order)  # type: ignore[no-untyped-call]
     return back_SD
+
+
+def orders_by_expert(counts_PL: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(order, place) of rows that lie by source and expert, `counts_PL` (on the host) of each, and
+    are wanted by expert and source: row order[i] comes to place i, row s to place[s]. On `device`,
+    which waits for nothing: blocks move as they are, so nothing is sorted."""
+    counts_LP = counts_PL.t()
+    there_PL = _starts(counts_PL)
+    wanted_PL = _starts(counts_LP).t()
+    num_rows = int(counts_PL.sum())
+    index = torch.arange(num_rows, device=device)
+
+    def moved(by: Tensor, counts: Tensor) -> Tensor:
+        by, counts = (t.flatten().to(device, non_blocking=True) for t in (by, counts))
+        return index + by.repeat_interleave(counts, output_size=num_rows)
+
+    order = moved((there_PL - wanted_PL).t(), counts_LP)
+    return order, moved(wanted_PL - there_PL, counts_PL)
+
+
+def _starts(counts: Tensor) -> Tensor:
+    """Where each block begins, of blocks that lie row by row."""
+    flat = counts.flatten()
+    return (flat.cumsum(0) - flat).view(counts.shape)
 
 
 class _Permute(torch.autograd.Function):

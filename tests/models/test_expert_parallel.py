@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fp8_cases import ON_GPU
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -22,7 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 from ppruntime.experts.exchange import DispatchError, ProcessExchange
-from ppruntime.models.all_to_all import OPS, AllToAll
+from ppruntime.models.all_to_all import OPS, AllToAll, orders_by_expert
 from ppruntime.models.dims import preset
 from ppruntime.models.init import init_parameters
 from ppruntime.models.linear import WeightGradQueue, set_queue
@@ -291,3 +293,13 @@ def test_ops_give_shapes_on_the_meta_device():
     assert torch.ops.ppruntime.expert_combine(sent, [2, 2], [3, 4], "4,5").shape == (7, 3)
     counts = torch.ops.ppruntime.expert_counts(torch.empty(6, device="meta"), "4,5")
     assert counts.shape == (2, 3)
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_rows_by_source_come_by_expert_as_a_stable_sort_would_have_them(counts):
+    counts_PL = torch.tensor(counts)
+    expert_of_block = torch.arange(3).repeat(len(counts))
+    wanted = expert_of_block.repeat_interleave(counts_PL.flatten()).argsort(stable=True)
+    order, place = orders_by_expert(counts_PL, torch.device("cpu"))
+    assert torch.equal(order, wanted)
+    assert torch.equal(place[order], torch.arange(len(order)))
