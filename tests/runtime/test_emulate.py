@@ -408,6 +408,7 @@ def test_a_run_is_predicted_from_another_one_before_it_runs(tmp_path):
     assert said["predicted"] == {what: case["predicted"] for what, case in cases.items()}
     assert {"step s", "cycle s"} == {what for what, case in cases.items() if case["limit"]}
     assert {f"stage {s} {kind} s" for s in (0, 1) for kind in ("F", "I + W")} < cases.keys()
+    assert "beside the pipeline s" in cases
     assert all(case["measured"] > 0 for case in cases.values())
     assert code in (0, 1)
     assert not list(tmp_path.glob(".*.new"))

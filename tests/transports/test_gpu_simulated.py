@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import random
 import threading
@@ -14,61 +13,24 @@ import pytest
 import simulated_cuda
 import torch
 from gpu_cases import in_turn_order
+from simulated_ranks import KINDS, SMALL, run_simulated
 from torch.distributed import HashStore, PrefixStore
 from transport_cases import assert_same_bits, payload, pipeline_channels, poison
 
 from ppruntime.transports import (
     copy_engine,
     device,
-    meeting,
     nccl,
-    nccl_library,
-    open_transport,
     per_channel,
     put,
     ring,
-    selftest,
-    slots,
 )
 from ppruntime.transports.base import Boundary, Channel, TensorSpec, TransportError
-
-KINDS = {"copy_engine": copy_engine, "put": put, "nccl": nccl}
-SMALL = Boundary((TensorSpec("x", (3, 5), torch.float32), TensorSpec("i", (4,), torch.int32)))
 
 
 @pytest.fixture(autouse=True)
 def _simulated(monkeypatch):
     simulated_cuda.install(monkeypatch)
-
-
-def _run(kind, channels, function, num_ranks=2, timeout_seconds=20.0, **options):
-    """`function(rank, transport)` on every rank, in threads; the results, errors included."""
-    store, results = HashStore(), {}
-
-    def work(rank):
-        try:
-            transport = KINDS[kind].open(
-                channels,
-                rank,
-                device=torch.device("cpu", rank),
-                timeout_seconds=timeout_seconds,
-                store=PrefixStore("test", store),
-                options=options,
-            )
-            results[rank] = function(rank, transport)
-        except BaseException as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a rank hangs"
-    for error in results.values():
-        if isinstance(error, BaseException) and not isinstance(error, TransportError):
-            raise error
-    return [results[r] for r in range(num_ranks)]
 
 
 def _play(transport, calls, seed):
@@ -122,7 +84,7 @@ def test_messages_arrive_bitwise_and_slots_are_safe_however_streams_overtake(kin
             transport.close()
             return transport.start_up
 
-        for found in _run(kind, channels, run, num_ranks=max(stage_to_rank) + 1):
+        for found in run_simulated(kind, channels, run, num_ranks=max(stage_to_rank) + 1):
             assert not isinstance(found, BaseException), found
             assert found.seconds < 20
 
@@ -145,7 +107,7 @@ def test_a_message_that_goes_in_several_transfers_arrives_as_one(kind, monkeypat
         _play(transport, order[rank], 5)
         transport.close()
 
-    assert _run(kind, channels, run) == [None, None]
+    assert run_simulated(kind, channels, run) == [None, None]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,7 +125,7 @@ def test_a_slot_that_is_not_released_in_turn_is_refused_at_the_post(kind):
         transport.release(channel, 1)
         transport.post(channel, 2)
 
-    _, error = _run(kind, [channel], run)
+    _, error = run_simulated(kind, [channel], run)
     assert "no slot is free for micro-batch 2: the 2 go round as a ring" in str(error)
     assert "the oldest is micro-batch 0's" in str(error)
 
@@ -190,7 +152,7 @@ def test_a_message_that_does_not_come_ends_the_transfers_of_both_ranks_in_time(k
             transport.close()
             return str(error)
 
-    for text in _run(kind, [channel], run, timeout_seconds=1.0):
+    for text in run_simulated(kind, [channel], run, timeout_seconds=1.0):
         assert "waited 1 s for micro-batch 7 on the forward channel 0" in text
         assert "from rank 0" in text
 
@@ -214,7 +176,7 @@ def test_a_step_does_not_end_well_before_all_that_was_taken_is_there(kind):
             transport.close()
             return str(error)
 
-    for text in _run(kind, [channel], run):
+    for text in run_simulated(kind, [channel], run):
         assert text is not None, "a rank took the step for done, without its message"
         assert text.count("the operator said so") == 1
 
@@ -240,7 +202,7 @@ def test_an_abort_lets_go_of_a_send_that_waits_for_a_slot(kind):
             transport.send(channel, 2, payload(channel, 2, 0))
         return "the operator said so"
 
-    for text in _run(kind, [channel], run):
+    for text in run_simulated(kind, [channel], run):
         assert "the operator said so" in text
 
 
@@ -255,7 +217,7 @@ def test_a_close_does_not_wait_for_ever_for_a_peer_that_never_closes(kind, capsy
             return time.monotonic() - start
         return None  # and never closes
 
-    seconds, _ = _run(kind, [channel], run, timeout_seconds=1.0)
+    seconds, _ = run_simulated(kind, [channel], run, timeout_seconds=1.0)
     assert 1.0 <= seconds < 30
     said = capsys.readouterr().err
     assert f"rank 0: {kind} did not close within 1." in said
@@ -276,7 +238,7 @@ def test_a_close_gives_up_soon_after_the_peers_process_has_ended(monkeypatch, ca
             return time.monotonic() - start
         return None
 
-    seconds, _ = _run("nccl", [channel], run, timeout_seconds=60.0)
+    seconds, _ = run_simulated("nccl", [channel], run, timeout_seconds=60.0)
     assert seconds < 30
     assert "a peer has ended" in capsys.readouterr().err
 
@@ -301,7 +263,7 @@ def test_where_even_an_abort_of_nccl_hangs_the_process_ends_with_a_report(monkey
             assert ended.wait(20), "the process was not ended"
 
     start = time.monotonic()
-    _run("nccl", [channel], run)
+    run_simulated("nccl", [channel], run)
     assert time.monotonic() - start < 15
     assert "rank 1: nccl gave up: nccl, rank 1: enough" in reports[0]
     assert "waits for micro-batch 7 on the forward channel 0" in reports[0]
@@ -317,7 +279,7 @@ def test_any_recv_lead_carries_the_same_messages(recv_lead):
         _play(transport, order[rank], 3)
         transport.close()
 
-    assert _run("nccl", channels, run, recv_lead=recv_lead) == [None, None]
+    assert run_simulated("nccl", channels, run, recv_lead=recv_lead) == [None, None]
 
 
 @pytest.mark.parametrize("selftest", [True, False])
@@ -346,7 +308,7 @@ def test_channels_without_credits_work_where_the_order_proves_their_slots_free(k
 
     uncredited = frozenset({0, 1})
     options = {"uncredited": uncredited, "selftest": selftest}
-    assert _run(kind, [forward, backward], run, **options) == [None] * 2
+    assert run_simulated(kind, [forward, backward], run, **options) == [None] * 2
 
 
 def test_an_abort_of_one_kind_ends_the_others_before_streams_go_on_without_data():
@@ -403,96 +365,6 @@ def test_an_abort_of_one_kind_ends_the_others_before_streams_go_on_without_data(
         assert "waited 1 s for micro-batch 0 on the forward channel 0" in results[rank], results
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_cannot_open_is_named_by_its_peers_at_once(kind, monkeypatch):
-    # As a GPU without room for the slots is: the others wait for it, in a poll or in NCCL.
-    channels = [
-        Channel(i, "forward", i, i + 1, i, i + 1, SMALL, slots=1) for i in range(2)
-    ]  # rank 0 has no channel with rank 2, which fails
-    views = slots.typed_views
-    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 1.0)
-
-    def typed_views(boundary, buffer):
-        if threading.current_thread().name == "rank 2":
-            raise RuntimeError("CUDA out of memory")
-        return views(boundary, buffer)
-
-    monkeypatch.setattr(KINDS[kind], "typed_views", typed_views)
-    start, store, texts = time.monotonic(), HashStore(), {}
-
-    def work(rank):
-        try:
-            transport = KINDS[kind].open(
-                channels,
-                rank,
-                device=torch.device("cpu", rank),
-                timeout_seconds=60.0,
-                store=PrefixStore("test", store),
-                options={},
-            )
-            while True:  # rank 0 may be through by then
-                transport.step_end()
-                time.sleep(0.01)
-        except RuntimeError as error:
-            texts[rank] = str(error)
-
-    threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}") for r in range(3)]
-    for thread in threads:
-        thread.daemon = True
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive(), f"a rank hangs: {texts}"
-    assert time.monotonic() - start < 20
-    assert texts[2] == "CUDA out of memory"
-    for rank in range(2):
-        said = f"rank 2 could not open its {kind} channels: CUDA out of memory"
-        assert said in texts[rank], texts
-
-
-def test_a_call_that_waits_for_a_rank_that_gave_up_ends_the_process_and_says_why(monkeypatch):
-    # Registering a window waits for the peer inside NCCL, where nothing reaches it.
-    reports, ended = [], threading.Event()
-
-    def end_process(report):
-        reports.append(report)
-        ended.set()
-
-    def register(self, comm, address, num_bytes):
-        if self._comms[comm].rank == 0:
-            assert ended.wait(20), "the process was not ended"
-        raise TransportError("ncclCommWindowRegister failed: out of memory")
-
-    monkeypatch.setattr(simulated_cuda.Nccl, "register", register)
-    monkeypatch.setattr(meeting, "end_process", end_process)
-    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 0.5)
-    channel = Channel(4, "forward", 0, 1, 0, 1, SMALL, slots=1)
-    _run("put", [channel], lambda rank, transport: None, timeout_seconds=60.0)
-    assert "rank 0: put cannot open its channels: rank 1 could not open its put" in reports[0]
-    assert "ncclCommWindowRegister failed: out of memory" in reports[0]
-    assert f"It opens the {channel}, with rank 1" in reports[0]
-
-
-def test_a_call_that_waits_beyond_the_limit_says_for_whom(monkeypatch):
-    reports, ended = [], threading.Event()
-
-    def end_process(report):
-        reports.append(report)
-        ended.set()
-
-    def init(self, unique_id, rank, config):
-        assert ended.wait(20), "the process was not ended"
-        raise TransportError("the process has ended")
-
-    monkeypatch.setattr(simulated_cuda.Nccl, "init", init)
-    monkeypatch.setattr(meeting, "end_process", end_process)
-    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 0.5)
-    channel = Channel(4, "forward", 0, 1, 0, 1, SMALL, slots=1)
-    _run("nccl", [channel], lambda rank, transport: None, timeout_seconds=0.5)
-    assert "nccl could not open its channels within 1 s" in reports[0]
-    assert f"It opens the {channel}, with rank " in reports[0]
-
-
 @pytest.mark.parametrize("kind", ["copy_engine", "nccl"])
 def test_an_error_that_a_kernel_left_behind_is_told_to_all_and_does_not_keep_a_close(
     kind, monkeypatch
@@ -536,61 +408,11 @@ def test_an_error_that_a_kernel_left_behind_is_told_to_all_and_does_not_keep_a_c
             return str(error)
 
     left, given_back = [], []
-    for text in _run(kind, [channel], run):
+    for text in run_simulated(kind, [channel], run):
         assert "an illegal memory access was encountered" in text
     gc.collect()
     assert left[0]() is not None
     assert not given_back  # it would wait for what hangs
-
-
-def test_what_is_open_already_is_ended_where_another_kind_cannot_be_opened(monkeypatch):
-    here, there = (Channel(i, "forward", i, i + 1, i, i + 1, SMALL, slots=1) for i in range(2))
-    monkeypatch.setattr(
-        per_channel,
-        "choose_kind",
-        lambda channel, **_: "copy_engine" if channel is here else "put",
-    )
-    monkeypatch.setattr(put, "unavailable_reason", lambda options=None: None)
-    monkeypatch.setattr(copy_engine, "unavailable_reason", lambda: None)
-
-    def register(self, comm, address, num_bytes):
-        raise TransportError("ncclCommWindowRegister failed: out of memory")
-
-    monkeypatch.setattr(simulated_cuda.Nccl, "register", register)
-    store, texts = HashStore(), {}
-
-    def work(rank):
-        try:
-            transport = open_transport(
-                "auto",
-                [here, there],
-                rank,
-                device=torch.device("cpu", rank),
-                timeout_seconds=60.0,
-                store=PrefixStore("test", store),
-            )
-        except TransportError as error:
-            texts[rank] = str(error)
-            return
-        try:
-            while True:
-                transport.step_end()
-                time.sleep(0.01)
-        except TransportError as error:
-            texts[rank] = str(error)
-            transport.close()
-
-    before = set(threading.enumerate())
-    threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive(), f"a rank hangs: {texts}"
-    for rank in range(3):  # rank 0 has no channel of the kind that failed
-        assert "ncclCommWindowRegister failed: out of memory" in texts[rank], texts
-    new = [t for t in threading.enumerate() if t not in before]
-    assert not [t.name for t in new if t.name.startswith("transport ")]
 
 
 @pytest.mark.parametrize("recv_lead", [0, 1, 2])
@@ -626,7 +448,7 @@ def test_no_more_receives_wait_on_the_gpu_than_their_lead_before_the_reader_is_t
         return None if rank == 0 else (num_early, len(begun))
 
     monkeypatch.setattr(simulated_cuda.Nccl, "recv", recv)
-    assert _run("nccl", [channel], run, recv_lead=recv_lead, selftest=False) == [
+    assert run_simulated("nccl", [channel], run, recv_lead=recv_lead, selftest=False) == [
         None,
         (recv_lead, 3),
     ]
@@ -659,7 +481,7 @@ def test_a_close_waits_for_what_is_on_its_way_as_long_as_the_limit_says(kind, mo
         torch.cuda.current_stream().synchronize()
         assert_same_bits(copies, payload(channel, 0, 0), "after the close")
 
-    assert _run(kind, [channel], run) == [None, None]
+    assert run_simulated(kind, [channel], run) == [None, None]
 
 
 def test_a_step_does_not_end_well_where_its_host_slept_through_an_abort():
@@ -686,7 +508,7 @@ def test_a_step_does_not_end_well_where_its_host_slept_through_an_abort():
             transport.close()
             return str(error)
 
-    for text in _run("copy_engine", [channel], run):
+    for text in run_simulated("copy_engine", [channel], run):
         assert "the operator said so" in text
 
 
@@ -735,104 +557,3 @@ def test_an_abort_lets_go_of_waits_whatever_their_counts_have_come_to(message):
     waited = told.waited if message else [0, *told.waited]  # the first message needs no credit
     for word, value in zip(told.written, waited, strict=True):
         assert ring.has_reached(word, value), (word, value)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_on_one_gpu_are_refused_on_both_before_a_call_that_waits(kind, monkeypatch):
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1")
-    )
-    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
-    for error in _run(kind, [channel], lambda rank, transport: None):
-        assert f"{kind} cannot carry the {channel}: ranks 0 and 1 are on one GPU" in str(error)
-        assert "give each rank its own, or set pp.size = 1" in str(error)
-
-
-# The start-up test
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_wait_that_holds_another_stream_is_found_at_start_and_told_to_both_ranks(
-    kind, monkeypatch
-):
-    # Two streams of rank 1 are one hardware queue.
-    queues = {}
-
-    def new_stream(device):
-        return queues.setdefault(threading.current_thread(), simulated_cuda.Stream())
-
-    monkeypatch.setattr(selftest, "new_stream", new_stream)
-    monkeypatch.setattr(selftest, "ALIAS_SECONDS", 1.0)
-    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
-    for error in _run(kind, [channel], lambda rank, transport: None):
-        said = f"{kind}: a stream that waits for the {channel} held "
-        assert said in str(error)
-        assert "set CUDA_DEVICE_MAX_CONNECTIONS=32 before the program starts" in str(error)
-        assert ('or set pp.transport = "nccl"' in str(error)) is (kind != "nccl")
-
-
-def test_a_wrong_byte_is_found_at_start_and_told_to_both_ranks(monkeypatch):
-    def copy(self, stream, destination, source, num_bytes):
-        def move():
-            ctypes.memmove(destination, source, num_bytes)
-            if num_bytes == SMALL.tensors[0].num_bytes:
-                ctypes.c_ubyte.from_address(destination + 7).value ^= 1
-
-        simulated_cuda.Stream.by_handle[stream].do(move)
-
-    monkeypatch.setattr(simulated_cuda.Driver, "copy", copy)
-    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
-    for error in _run("copy_engine", [channel], lambda rank, transport: None):
-        assert f"copy_engine: the {channel} carries wrong bytes: tensor 0 differs in 1 of 60" in (
-            str(error)
-        )
-        assert "first at byte 7" in str(error)
-
-
-# NCCL
-
-
-@pytest.mark.parametrize("kind", ["put", "nccl"])
-@pytest.mark.parametrize("wrong", ["other", "old", "missing"])
-def test_an_nccl_that_does_not_fit_on_one_rank_is_named_with_its_version_on_both(
-    kind, wrong, monkeypatch
-):
-    def load(need, path=None):
-        if threading.current_thread() is not threads[1]:
-            return simulated_cuda.Nccl()
-        if wrong == "other":
-            other = simulated_cuda.Nccl()
-            other.version = 23102
-            return other
-        found = [("torch's own: libnccl.so.2", 22105)] if wrong == "old" else []
-        raise TransportError(nccl_library.too_old(need, found))
-
-    monkeypatch.setattr(nccl_library, "load", load)
-    channel = Channel(0, "forward", 0, 1, 0, 1, SMALL, slots=1)
-    store, texts = HashStore(), {}
-
-    def work(rank):
-        try:
-            KINDS[kind].open(
-                [channel],
-                rank,
-                device=torch.device("cpu", rank),
-                timeout_seconds=20.0,
-                store=PrefixStore("test", store),
-                options={},
-            )
-        except TransportError as error:
-            texts[rank] = str(error)
-
-    threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    expected = {"other": "rank 1: 2.31.2", "old": "found 2.21.5", "missing": "found none"}[wrong]
-    for rank in range(2):
-        assert f"{kind} needs one NCCL version on both ends of every channel" in texts[rank]
-        assert "rank 0: 2.32.3" in texts[rank]
-        assert expected in texts[rank]
-        assert "set pp.nccl_library to" in texts[rank]
-    assert texts[0] == texts[1]
