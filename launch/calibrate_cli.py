@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,7 +49,7 @@ def calibrate(
     arguments
         The run: TOML files and section.key=value texts.
     out
-        Calibration file to write, or to add rows to.
+        Calibration file to write, or to add rows to; with --depths, a record of its own.
     samples
         How often each thing is timed.
     modes
@@ -74,10 +74,10 @@ def calibrate(
 
     files, overrides = files_and_overrides(arguments)
     config = load(files, overrides)
-    if samples < 1 or (out is None) == (depths is None):
+    if samples < 1 or (out is None and depths is None):
         raise ProjectionError(
             f"--samples {samples}, --out {out}, --depths {depths}: time 1 time or more, and give "
-            "either --out (units and transfers) or --depths"
+            "--out, --depths or both"
         )
     if per_step and (depths is not None or modes is not None or in_flight):
         raise ProjectionError(
@@ -114,9 +114,10 @@ def calibrate(
             "units and depths, or as many as the run has for transfers, --per-step and --in-flight"
         )
     if out is not None:
+        check_output("--out", out, makes_folder=True)
+    if out is not None and depths is None:
         from ppruntime.projection.calibration_file import refuse_before
 
-        check_output("--out", out, makes_folder=True)
         transport = one_transport(config) if in_flight else "idle"
         refuse_before(
             out,
@@ -138,7 +139,7 @@ def calibrate(
     task = _Task(config, configs, ranks_started=started, samples=samples, few_samples=few_samples)
     if depths is not None:
         numbers = _two_depths(depths, task)
-        return _on_ranks(task, lambda ranks: _depths(task, ranks, numbers))
+        return _on_ranks(task, lambda ranks: _depths(task, ranks, numbers, out))
     assert out is not None, "given without depths"
     if per_step:
         return _on_ranks(task, lambda ranks: _per_step(task, ranks, out), as_the_run=True)
@@ -258,10 +259,16 @@ def _transfers(task: _Task, ranks: Ranks, out: Path, sizes: tuple[int, ...]) -> 
 def _per_step(task: _Task, ranks: Ranks, out: Path) -> None:
     from ppruntime.projection.calibrate_step import per_step_rows
 
-    rows = per_step_rows(task.config, ranks, task.samples)
+    if ranks.rank == 0:
+        _say(task, ranks)
+
+    def tell(num_steps: int, seconds: float) -> None:
+        if ranks.rank == 0 and (num_steps < 3 or num_steps % 10 == 0):
+            print(f"step {num_steps}, {seconds:.2f} s of it timed or in the pipeline", flush=True)
+
+    rows = per_step_rows(task.config, ranks, task.samples, tell=tell)
     if ranks.rank:
         return
-    _say(task, ranks)
     for row in rows:
         print(f"{row.name:<10} {1e3 * row.seconds:9.3f} ms a step; {row.source}")
     task.add(out, per_step=rows)
@@ -281,10 +288,14 @@ def _two_depths(text: str, task: _Task) -> tuple[int, int]:
     return numbers
 
 
-def _depths(task: _Task, ranks: Ranks, numbers: tuple[int, int]) -> None:
+def _depths(task: _Task, ranks: Ranks, numbers: tuple[int, int], out: Path | None) -> None:
+    from msgspec import to_builtins
+
+    from ppruntime.launch.records import write_record
     from ppruntime.models.dims import counts
     from ppruntime.projection.calibrate import depths
     from ppruntime.projection.calibration import LEAST_SAMPLES
+    from ppruntime.projection.calibration_file import calibration_of
 
     config, samples = task.config, task.samples
     found = depths(config, ranks, *numbers, samples)
@@ -303,6 +314,11 @@ def _depths(task: _Task, ranks: Ranks, numbers: tuple[int, int]) -> None:
         f"{rate / 1e12:.4g} TFLOP/s by 6N (modelled: all layers as those, no pipeline, nothing "
         "that comes once a step)"
     )
+    if out is not None:
+        head = to_builtins(calibration_of(config, few_samples=True, transport="idle"))
+        kept = ("command", "device", "versions", "date", "model", "seq_len", "routing")
+        modelled = {"layer_s": found.layer_s, "whole_s": found.whole_s, "flops_per_s": rate}
+        write_record(out, {k: head[k] for k in kept} | asdict(found) | modelled)
 
 
 def _say(task: _Task, ranks: Ranks) -> None:

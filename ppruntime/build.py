@@ -23,6 +23,7 @@ from ppruntime.connect import (
     make_outline,
     transport_options,
 )
+from ppruntime.device_room import leave_room
 from ppruntime.engram_tables import EngramLookups, engram_options, place_tables
 from ppruntime.executor import Executor
 from ppruntime.experts.dispatch import open_dispatchers
@@ -211,6 +212,7 @@ def build_pipeline(config: Config, ranks: Ranks, *, draw_on_device: bool = False
         units_of = {index: stage.units for index, stage in stages.items()}
         masters = MasterOffload(units_of, ranks.device, host_pool)
 
+    leave_room(ranks.device)
     units_of_stage = {index: stage.units for index, stage in stages.items()}
     lookups = EngramLookups(units_of_stage, ahead=config.engram.lookups_ahead)
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -66,6 +66,11 @@ class Ranks:
     store_prefix: str = ""
     """Goes before the names of stores: one world can build several pipelines, one after another,
     if each has its own, the same on all ranks."""
+    groups: dict[tuple[str, tuple[int, ...], float], dist.ProcessGroup] = field(
+        default_factory=dict
+    )
+    """Groups besides the mesh's, by what they are for, members and limit: each lasts as long as the
+    world, and takes about 1 GB of a GPU."""
 
     def part(self) -> None:
         """States that this process is about to end and has said all it had to: it is not lost."""
@@ -202,6 +207,9 @@ def join(layout: Layout, *, use_cuda: bool, timeout_seconds: float) -> Ranks:
         device.type, (layout.pp, layout.num_data_ranks), mesh_dim_names=("pp", "data")
     )
     stage_mesh = _stage_mesh(layout, device) if layout.ep > 1 else None
+    for each in (mesh, *([stage_mesh] if stage_mesh else [])):
+        for group in each.get_all_groups():
+            _open_communicator(group, device)
     return Ranks(layout, dist.get_rank(), device, mesh, _swap_lives(), stage_mesh)
 
 
@@ -218,15 +226,18 @@ def ranks_by_place(layout: Layout) -> torch.Tensor:
     return by_place.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
-def open_expert_group(ranks: Ranks, *, timeout_seconds: float) -> dist.ProcessGroup:
-    """A new group of `ranks.expert_group_ranks`, in which an exchange may take so long. A
-    collective of these ranks alone."""
-    return _open_group(ranks, ranks.expert_group_ranks, "experts", timeout_seconds)
+def open_expert_group(
+    ranks: Ranks, *, timeout_seconds: float, stage: int | None = None
+) -> dist.ProcessGroup:
+    """The group of `ranks.expert_group_ranks`, in which an exchange may take so long; of each
+    `stage` its own, as those of two may be under way at once. A collective of these ranks alone."""
+    what = "experts" if stage is None else f"experts of stage {stage}"
+    return _open_group(ranks, ranks.expert_group_ranks, what, timeout_seconds)
 
 
 def open_table_group(ranks: Ranks, *, timeout_seconds: float) -> dist.ProcessGroup:
     """As `open_expert_group`, of the ranks that hold the same stages: an Engram table lies over
-    all of them."""
+    all of them. One for all tables, whose rows every rank asks for in the same order."""
     num = ranks.layout.num_data_ranks
     first = ranks.pp_rank * num
     return _open_group(ranks, tuple(range(first, first + num)), "tables", timeout_seconds)
@@ -235,6 +246,9 @@ def open_table_group(ranks: Ranks, *, timeout_seconds: float) -> dist.ProcessGro
 def _open_group(
     ranks: Ranks, members: tuple[int, ...], what: str, timeout_seconds: float
 ) -> dist.ProcessGroup:
+    key = (what, members, timeout_seconds)
+    if (known := ranks.groups.get(key)) is not None:
+        return known
     group: dist.ProcessGroup | None = dist.new_group(
         list(members),
         timeout=timedelta(seconds=timeout_seconds),
@@ -242,10 +256,16 @@ def _open_group(
         group_desc=what,
     )
     assert group is not None
-    if ranks.device.type == "cuda":
-        # A communicator is made in its first collective, which all its ranks have to be in.
-        dist.all_reduce(torch.zeros((), device=ranks.device), group=group)
+    _open_communicator(group, ranks.device)
+    ranks.groups[key] = group
     return group
+
+
+def _open_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
+    """A communicator is made in its group's first collective, which all its ranks have to be in;
+    and it wants memory of the device, of which a step may have left none."""
+    if device.type == "cuda":
+        dist.all_reduce(torch.zeros((), device=device), group=group)
 
 
 def _swap_lives() -> dict[int, Life]:

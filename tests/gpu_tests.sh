@@ -38,7 +38,7 @@ group small 0 $m/test_kernel_mhc.py $m/test_head.py $m/test_single_stream.py \
 group attention $last $m/test_kernel_sparse_attention.py $m/test_kernel_indexer.py \
     $m/test_indexer_library.py $m/test_expert_products.py $m/test_v41_gpu.py &
 group lanes $last $r/test_overlap_gpu.py -k "not two_gpus" &
-group knobs $last $r/test_memory_knobs_gpu.py $r/test_memory_watch.py -k "not 200_steps" &
+group knobs $last $r/test_memory_knobs_gpu.py $r/test_memory_watch.py $r/test_device_room.py -k "not 200_steps" &
 group leaks $last $r/test_memory_knobs_gpu.py -k 200_steps &
 wait
 if ((gpus > 1)); then

@@ -62,7 +62,7 @@ def open_dispatcher(
         return open_mega_moe(config, ranks, timeout_seconds=timeout_seconds, gemm_sms=gemm_sms)
     if ranks.layout.ep == 1:
         return AllHere()
-    group = open_expert_group(ranks, timeout_seconds=timeout_seconds)
+    group = open_expert_group(ranks, timeout_seconds=timeout_seconds, stage=stage)
     options, wire = config.moe.dispatch, wire_options(config)
     if options.type == "deep_ep":
         buffer = deep_ep.DeepEpBuffer(

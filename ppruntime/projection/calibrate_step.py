@@ -33,9 +33,16 @@ from ppruntime.wrap import hold_gradients, reduce_grads
 _WARM_UP = 2
 
 
-def per_step_rows(config: Config, ranks: Ranks, samples: int) -> list[PerStep]:
+def per_step_rows(
+    config: Config,
+    ranks: Ranks,
+    samples: int,
+    *,
+    tell: Callable[[int, float], None] = lambda num_steps, seconds: None,
+) -> list[PerStep]:
     """Rows gather, quantise, reduce, clip and optimizer, those that the run has. A collective of
-    all ranks of the run; the same on all of them."""
+    all ranks of the run; the same on all of them. `tell` hears after each step how many there were
+    and what that one took with its pipeline."""
     if config.optim.apply_in_backward:
         raise ProjectionError(
             "optim.apply_in_backward = true updates weights in the backward, so nothing comes once "
@@ -43,7 +50,7 @@ def per_step_rows(config: Config, ranks: Ranks, samples: int) -> list[PerStep]:
         )
     pipeline = build_pipeline(config, ranks)
     try:
-        seconds = _Step(config, ranks, pipeline).timed(samples)
+        seconds = _Step(config, ranks, pipeline).timed(samples, tell)
     finally:
         pipeline.transport.close()
     layout = ranks.layout
@@ -93,7 +100,7 @@ class _Step:
         self._absent = frozenset(absent)
         self._norm = torch.zeros(())
 
-    def timed(self, samples: int) -> dict[str, list[float]]:
+    def timed(self, samples: int, tell: Callable[[int, float], None]) -> dict[str, list[float]]:
         """Seconds of each piece on the slowest rank, in every step after the first ones."""
         data = open_data(self._config)
         found: defaultdict[str, list[float]] = defaultdict(list)
@@ -103,6 +110,7 @@ class _Step:
                 for m in range(self._config.train.num_micro_batches)
             ]
             took = self._run(batches)
+            tell(step + 1, sum(took.values()))
             if step >= _WARM_UP:
                 for name in took.keys() - self._absent:
                     found[name].append(took[name])

@@ -191,12 +191,13 @@ def test_a_marginal_layer_makes_the_whole_model():
     assert found.whole_s == 83.0
 
 
-def test_two_depths_are_timed_and_say_what_is_measured(monkeypatch, capsys):
+def test_two_depths_are_timed_and_say_what_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     run = ["calibrate", str(TINY), *SMALL, "--depths", "1,2", "--samples", "2"]
     assert main(run) == 2
     assert "--samples 2 is too few" in capsys.readouterr().err
-    assert main([*run, "--few-samples"]) == 0
+    out = tmp_path / "depths.json"
+    assert main([*run, "--few-samples", "--out", str(out)]) == 0
     first, *rows = capsys.readouterr().out.splitlines()
     assert "1 x 8 tokens" in first
     ms = [float(re.search(r" ([-\d.]+) ms", row)[1]) for row in rows]
@@ -204,6 +205,11 @@ def test_two_depths_are_timed_and_say_what_is_measured(monkeypatch, capsys):
     assert min(ms[:2]) > 0
     assert ms[2] == pytest.approx(ms[1] - ms[0], abs=0.0021)
     assert ms[3] == pytest.approx(ms[0] + 7 * ms[2], abs=0.01)
+    record = json.loads(out.read_text())
+    assert record["command"].startswith("ppruntime ")
+    assert record["samples"] == 2
+    assert record["step_s"] == pytest.approx([value / 1e3 for value in ms[:2]], abs=1e-5)
+    assert record["layer_s"] == pytest.approx(ms[2] / 1e3, abs=1e-5)
     for wrong, complaint in (
         ("4", "is not two depths"),
         ("2,2", "the smaller first"),
@@ -221,6 +227,7 @@ def test_pieces_of_a_step_are_timed_on_the_ranks_of_the_run(tmp_path, monkeypatc
     out = tmp_path / "step.json"
     run = ["calibrate", str(TINY), *PER_STEP, "--out", str(out), "--samples", "2", "--few-samples"]
     assert main([*run, "moe.compute.backend=triton", "--per-step"]) == 0
+    assert "step 2, " in capsys.readouterr().out
     rows = {row.name: row for row in read_calibration(out).per_step}
     assert rows.keys() == {"gather", "quantise", "reduce", "clip", "optimizer"}
     assert {name for name, row in rows.items() if row.data_ranks is None} == {"quantise"}
@@ -584,7 +591,7 @@ def test_what_cannot_be_emulated_is_refused(overrides, present, complaint):
         ("emulate {tiny} --stages 3-1 --out c --costs 1,1,1", "--stages 3-1 ends before it begins"),
         ("emulate {tiny} --stages 0 --out c", "give --costs or --calibration"),
         ("emulate {tiny} --stages 0-1 --out c --costs 1,1,1", "need 2 processes"),
-        ("calibrate {tiny}", "give either --out"),
+        ("calibrate {tiny}", "give --out, --depths or both"),
         ("calibrate {tiny} --depths 4 --samples 0", "time 1 time or more"),
         (
             "calibrate {tiny} --out c --in-flight",
