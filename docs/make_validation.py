@@ -19,13 +19,11 @@ record; it was written before its run began. error = predicted / measured - 1.
   times and hop that a shorter step of another order gave; 3 %.
 - v2: each half of a pipeline emulated, the other half replayed; from both, the whole pipeline's
   step; 5 %. The first half's cycle x (M + P - 1) is for the record: it does not know the order.
-- v3: a real pipeline against a simulation calibrated at another number of micro-batches, warm-up
-  and transport.
+- v3: a real pipeline that trains against a simulation calibrated at another number of
+  micro-batches, warm-up and transport.
 """
 NOT_RUN = """## Not run
 
-- v3 with updates: the run above had none, only the pipeline and the reduction of gradients; today's
-  `validate-run` trains.
 - v4 (emulated PP4 on two GPUs against four), v5 (eight GPUs), v6 (sixteen nodes).
 """
 
