@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -39,6 +40,7 @@ def global_norm(
         raise ValueError(f"{unknown[0]} is not in the model's order of {len(order)} parameters")
     squares = torch.zeros(len(order), dtype=torch.float64, device=device)
     sharded: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    here: defaultdict[torch.device, dict[int, Tensor]] = defaultdict(dict)
     for name, param in params.items():
         groups: tuple[dist.ProcessGroup, ...] = ()
         if split is not None and name in split:
@@ -51,7 +53,12 @@ def global_norm(
         if freed is not None and name in freed:
             squares[index[name]] = freed[name]
         elif local is not None:
-            squares[index[name]] = local_square(local)
+            grad = _local(local)
+            here[grad.device][index[name]] = grad
+    for of_device in here.values():  # tables may lie on the host
+        # Together: one by one hundreds of launches, and each a copy of its gradient in fp64.
+        norms = torch._foreach_norm(list(of_device.values()), 2, dtype=torch.float64)
+        squares[list(of_device)] = torch.stack(list(norms)).square().to(device)
     for groups, positions in sharded.items():
         part = squares[positions]
         for group in groups:
@@ -64,9 +71,12 @@ def global_norm(
 
 def local_square(grad: Tensor) -> Tensor:
     """The sum of squares of this rank's part of a gradient: an fp64 scalar."""
-    local = grad.to_local() if isinstance(grad, DTensor) else grad
-    norm: Tensor = torch.linalg.vector_norm(local, dtype=torch.float64)
+    (norm,) = torch._foreach_norm([_local(grad)], 2, dtype=torch.float64)
     return norm.square()
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def clip_(params: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
@@ -75,7 +85,15 @@ def clip_(params: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None
     `norm` is what `global_norm` gave. Check that it is finite first: a norm that is not spreads to
     every gradient. Source: Pascanu et al. 2013, algorithm 1.
     """
-    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=False)
+    here: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for param in params:
+        if param.grad is not None:
+            grad = _local(param.grad)
+            here[grad.device].append(grad)
+    share = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for device, grads in here.items():
+        # Together, and not as DTensors: their calls take the host longer than the GPU.
+        torch._foreach_mul_(grads, share.to(device))
 
 
 def _shard_groups(name: str, grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
