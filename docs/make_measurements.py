@@ -179,15 +179,26 @@ def pipeline(record: dict[str, Any]) -> str:
     ) -> str:
         return _number(case[key] * scale, decimals, unit) if key in case else "-"
 
+    tells_peaks = any(case.get("peak_bytes") for case in record["cases"])
+
+    def peaks(case: dict[str, Any]) -> tuple[str, ...]:
+        found = [_number(peak / 1e9, 2) for peak in case.get("peak_bytes", ())]
+        return (" / ".join(found) or "-",) if tells_peaks else ()
+
+    def order(case: dict[str, Any]) -> str:
+        fused = case.get("fused_wgrads")
+        return case["order"] if fused is None else f"{case['order']}, n = {fused}"
+
     rows = (
         (
-            case["order"],
+            order(case),
             case["transport"],
             str(case["num_micro_batches"]),
             cell(case, "step_seconds_median", 1, scale=1000)
             if "refused" not in case
             else f"refused: {case['refused']}",
             cell(case, "cycle_seconds", 2, scale=1000),
+            *peaks(case),
             " / ".join(_number(ms, 2) for ms in case.get("hop_ms", ())) or "-",
             cell(case, "span_over_timeline", 4),
             cell(case, "bubble_fraction", 2, " %", 100),
@@ -202,6 +213,7 @@ def pipeline(record: dict[str, Any]) -> str:
         "M",
         "step ms",
         "cycle ms",
+        *(("peak GB, rank by rank",) if tells_peaks else ()),
         "hop ms, there / back",
         "step / timeline",
         "bubble",
@@ -214,6 +226,8 @@ def pipeline(record: dict[str, Any]) -> str:
         " ahead, so its time is near the step's in any case; where it holds the GPU up, the bubble"
         " is larger than the order's own."
     )
+    if any(case.get("fused_wgrads") for case in record["cases"]):
+        note += " n: micro-batches whose weight gradients FP8 experts add in one launch."
     bars = "".join(
         f"- {'met' if bar['is_met'] else 'MISSED'}: {bar['what']}: {bar['value']:.4g}, at most"
         f" {bar['most']:.4g}\n"

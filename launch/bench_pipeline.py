@@ -5,8 +5,9 @@ of one micro-batch in the middle of the step), what the timeline makes of the ru
 where each rank's time went, and digests of losses and gradients, which no transport may change.
 The case `none` moves nothing: what a cycle takes beyond its is what transfers cost, hidden or not.
 `torch` is torch.distributed.pipelining on the same stages. `+pairs` behind a transport overlaps the
-halves of an order's pairs. Experts may lie over ranks (`parallel.ep`): then rank 0's pipeline is
-the one that is told of.
+halves of an order's pairs. `--fused-wgrads 1,2` runs all of it by how many micro-batches' weight
+gradients FP8 experts add in one launch. Experts may lie over ranks (`parallel.ep`): then rank 0's
+pipeline is the one that is told of.
 
 Starts a process per rank itself; under torchrun it is one of them. The record is written after
 every case, so a limit loses nothing. Without GPUs it runs over gloo, which tests use.
@@ -62,6 +63,7 @@ from ppruntime.launch.stand_ins import (
 )
 from ppruntime.launch.torch_pipeline import TorchPipeline
 from ppruntime.linear_options import choose_linears
+from ppruntime.messages import gather_bytes
 from ppruntime.models.carry import MicroBatch
 from ppruntime.models.dispatch import Dispatcher, check_waits
 from ppruntime.models.gemm_sms import GemmSms
@@ -118,19 +120,29 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="kinds; nccl/4 is nccl with 4 thread blocks, nccl@0 with receives that start when they"
         " are waited for (its recv_lead is 0), nccl/4@0 both; copy_engine+pairs overlaps pairs, and"
         " copy_engine+pairs:88:44 gives the products of their forwards 88 multiprocessors, of their"
-        " backwards 44; the case none always runs too",
+        " backwards 44; the case none runs too",
     )
     add("--micro-batches", default="16", help="of every order")
     add("--more-micro-batches", default="8,32", help="of the first order too")
     add("--steps", type=int, default=3, help="measured per case")
     add("--limit-seconds", type=float, default=360.0, help="no case is begun after this")
+    add(
+        "--fused-wgrads",
+        default="",
+        help="values of moe.compute.fused_wgrad_micro_batches, such as 1,2: all orders with each;"
+        " without it the config's",
+    )
     add("--no-torch", action="store_true", help="leave torch.distributed.pipelining out")
+    add("--no-none", action="store_true", help="leave the case that moves nothing out")
     add("--nccl-library", help="a libnccl.so.2 of 2.30 or newer, for put")
     add("--stand-in", action="store_true", help="transfers as slow as over InfiniBand instead")
     add("--slow-ms", type=float, default=6.5, help="how long one transfer of the stand-in takes")
     args = parser.parse_intermixed_args(arguments)
     if args.stand_in and "+pairs" in args.transports:
         parser.error("--stand-in compares transports; leave +pairs out, or --stand-in")
+    args.fused_wgrads = [int(n) for n in args.fused_wgrads.split(",") if n] or [None]
+    if len(args.fused_wgrads) > 1 and args.stand_in:
+        parser.error("--stand-in compares transports; leave --fused-wgrads out, or --stand-in")
     args.files, args.overrides = files_and_overrides(args.run)
     args.files = args.files or [str(Path(__file__).parent / "configs" / "v41-proxy-8.toml")]
     return args
@@ -150,26 +162,22 @@ class _Bench:
         self.lanes: dict[tuple[int, ...], Lanes] = {}
         self.warm: set[tuple[int, int] | None] = set()
         self.built: object = None
+        self.fused_wgrads: int | None = None
         self.contents: Contents = {}
 
     def run(self) -> None:
         """All cases, those of one placement together: its stages are built once. torch last: what
         it may leave hanging costs no case of ours."""
         orders, num = self.args.orders.split(","), int(self.args.micro_batches)
-        more = [int(m) for m in self.args.more_micro_batches.split(",") if m]
         if self.args.stand_in:
             for order in orders:
                 self._enter(order, num)
                 self._run_variants(self._stand_ins())
             self._write(complete=True)
             return
-        for order in orders:
-            self._enter(order, num)
-            self._run_variants(self._variants())
-            if order == orders[0]:
-                for m in more:
-                    self._enter(order, m)
-                    self._run_variants(self._variants())
+        for num_fused in self.args.fused_wgrads:
+            self.fused_wgrads = num_fused
+            self._run_orders(orders, num)
         # torch's runtime knows nothing of ranks that share experts.
         no_torch = self.args.no_torch or self.config.parallel.ep > 1
         theirs = [] if no_torch else [o for o in orders if o in _TORCH_ORDERS]
@@ -178,17 +186,29 @@ class _Bench:
             self._case("torch", self._torch_case)
         self._write(complete=True)
 
+    def _run_orders(self, orders: Sequence[str], num: int) -> None:
+        more = [int(m) for m in self.args.more_micro_batches.split(",") if m]
+        for order in orders:
+            self._enter(order, num)
+            self._run_variants(self._variants())
+            if order == orders[0]:
+                for m in more:
+                    self._enter(order, m)
+                    self._run_variants(self._variants())
+
     # --- what runs ---
 
     def _enter(self, order: str, num_micro_batches: int) -> None:
         self.keys = [f"pp.schedule={order}", f"train.num_micro_batches={num_micro_batches}"]
+        if self.fused_wgrads is not None:
+            self.keys.append(f"moe.compute.fused_wgrad_micro_batches={self.fused_wgrads}")
         self.config = self._config(())
         self.outline = make_outline(self.config)
         if self._is_late():
             return
-        placement = self.outline.order.computations.stage_to_rank
-        if self.built != placement:
-            self.built, self.contents = placement, {}
+        wanted = (self.outline.order.computations.stage_to_rank, self.fused_wgrads)
+        if self.built != wanted:
+            self.built, self.contents = wanted, {}
             self.stages.clear()
             self.dispatchers.clear()
             gc.collect()
@@ -317,6 +337,8 @@ class _Bench:
     def _run_variants(self, variants: Sequence[Variant]) -> None:
         for variant in variants:
             self._case(variant.full_name, partial(self._our_case, variant))
+        if self.args.no_none:
+            return
         # After a real one, whose messages it hands out.
         for pairs in dict.fromkeys(variant.pairs for variant in variants):
             alike = [variant for variant in variants if variant.pairs == pairs]
@@ -333,13 +355,17 @@ class _Bench:
 
     def _case(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
         if self._is_late():
-            self.notes.append(f"{self.config.pp.schedule} {name}: not run, the limit was over")
+            fused = "" if self.fused_wgrads is None else f", n = {self.fused_wgrads}"
+            self.notes.append(
+                f"{self.config.pp.schedule}{fused} {name}: not run, the limit was over"
+            )
             self._write(complete=False)
             return
         record: dict[str, Any] = {
             "order": self.config.pp.schedule,
             "transport": name,
             "num_micro_batches": self.config.train.num_micro_batches,
+            "fused_wgrads": self.fused_wgrads,
             "boundary_bytes": [b.num_bytes for b in self.outline.boundaries],
         }
         self.records.append(record | run())
@@ -406,14 +432,20 @@ class _Bench:
         )
         offset = align_clocks(ranks.pipeline_group)
         steps, host, walls = list[MeasuredStep](), list[float](), list[float]()
-        digest, losses, norm = "", "", 0.0
-        for step in range(_WARM_UP_STEPS + self.args.steps):
+        digests, norm = list[dict[str, str]](), 0.0
+        last, peak = _WARM_UP_STEPS + self.args.steps - 1, 0
+        for step in range(last + 1):
+            if step == _WARM_UP_STEPS and ranks.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             begin, took = self._timed_step(lambda: executor.run(self.batches))
+            if step == last and ranks.device.type == "cuda":  # a digest takes memory too
+                peak = torch.cuda.max_memory_allocated()
             enqueued = torch.tensor([transport.enqueued_at - begin], dtype=torch.float64)
             dist.all_reduce(enqueued, op=dist.ReduceOp.MAX)
-            if step == _WARM_UP_STEPS + self.args.steps - 1:
+            if step in (0, last):
                 losses = loss_digest(ranks, self.stages)
-                digest, norm = gradient_digest(ranks, self.stages)
+                gradients, norm = gradient_digest(ranks, self.stages)
+                digests.append({"loss": losses, "gradient": gradients})
             _clear_gradients(self.stages)
             measured = gather_step(
                 order.computations,
@@ -431,10 +463,21 @@ class _Bench:
         transport.close()
         return figures(steps, walls, host) | {
             "hold_ms": variant.hold_seconds * 1e3,
-            "loss_digest": "" if is_hollow else losses,
-            "gradient_digest": "" if is_hollow else digest,
+            **{
+                f"{which}{what}_digest": "" if is_hollow else of[what]
+                for which, of in (("first_", digests[0]), ("", digests[-1]))
+                for what in ("loss", "gradient")
+            },
             "gradient_norm": norm,
+            "peak_bytes": self._peaks(peak),
         }
+
+    def _peaks(self, own: int) -> list[int]:
+        """Of this pipeline's ranks, what tensors took in the measured steps; without GPUs none."""
+        if self.ranks.device.type != "cuda":
+            return []
+        parts = gather_bytes(str(own).encode(), self.ranks.pipeline_group)
+        return [int(part) for part in parts]
 
     def _lookups(self) -> EngramLookups:
         """Rows of a step's micro-batches are announced when it begins, as in a run."""

@@ -76,17 +76,23 @@ _WAYS = ("forward", "backward")
 def bars(cases: Sequence[Case]) -> list[Bar]:
     """All that the cases allow to be said, in their order."""
     found: list[Bar] = []
-    groups: dict[tuple[str, int, str], dict[str, Case]] = {}
+    groups: dict[tuple[str, str], dict[str, Case]] = {}
     for case in cases:
         if "refused" not in case:
             transport, pairs = without_pairs(case["transport"])
-            key = (case["order"], case["num_micro_batches"], pairs)
-            groups.setdefault(key, {})[transport] = case
-    for (order, num, pairs), of in groups.items():
-        found += _bars_of(f"{order}, M = {num}{pairs}", of)
-        if pairs and (apart := groups.get((order, num, ""))):
-            found += _overlap_bars(f"{order}, M = {num}{pairs}", of, apart)
+            groups.setdefault((_where(case), pairs), {})[transport] = case
+    for (where, pairs), of in groups.items():
+        found += _bars_of(f"{where}{pairs}", of)
+        if pairs and (apart := groups.get((where, ""))):
+            found += _overlap_bars(f"{where}{pairs}", of, apart)
     return [*found, *_digest_bars(cases)]
+
+
+def _where(case: Case) -> str:
+    """Its order, its number of micro-batches and how many add weight gradients in one launch."""
+    fused = case.get("fused_wgrads")
+    more = "" if fused is None else f", n = {fused}"
+    return f"{case['order']}, M = {case['num_micro_batches']}{more}"
 
 
 def _overlap_bars(where: str, of: dict[str, Case], apart: dict[str, Case]) -> Iterator[Bar]:
@@ -133,13 +139,15 @@ def _bars_of(where: str, of: dict[str, Case]) -> Iterator[Bar]:
 
 
 def _digest_bars(cases: Sequence[Case]) -> Iterator[Bar]:
-    """Cases of one M have one set of losses and gradients, whatever order and transport."""
+    """Cases of one M have one set of losses and gradients, whatever order, transport, number of
+    micro-batches whose weight gradients are added at once, and step: no weight changes."""
     for num in sorted({case["num_micro_batches"] for case in cases}):
         for what in ("loss", "gradient"):
             digests = {
-                case[f"{what}_digest"]
+                case[key]
                 for case in cases
-                if case["num_micro_batches"] == num and case.get(f"{what}_digest")
+                for key in (f"first_{what}_digest", f"{what}_digest")
+                if case["num_micro_batches"] == num and case.get(key)
             }
             if digests:
                 yield Bar.of(f"M = {num}: different sets of {what} bits", len(digests), 1)
@@ -148,12 +156,17 @@ def _digest_bars(cases: Sequence[Case]) -> Iterator[Bar]:
 def line(case: Case) -> str:
     """A case for people."""
     head = f"{case['order']:>12} {case['transport']:>30} M {case['num_micro_batches']:>3}"
+    if case.get("fused_wgrads") is not None:
+        head += f" n {case['fused_wgrads']}"
     if "refused" in case:
         return f"{head}  refused: {case['refused']}"
     text = f"{head}  step {case['step_seconds_median'] * 1e3:9.2f} ms"
     if "cycle_seconds" not in case:
         return text
     hops = "/".join(f"{ms:.2f}" for ms in case["hop_ms"])
+    peaks = "/".join(f"{peak / 1e9:.2f}" for peak in case.get("peak_bytes", ()))
+    if peaks:
+        text += f"  peak {peaks} GB"
     return (
         f"{text}  cycle {case['cycle_seconds'] * 1e3:8.3f} ms  over timeline"
         f" {case['span_over_timeline']:.4f}  hops {hops} ms  bubble"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All benches and validations of two GPUs, one after another: about 25 minutes.
+# All benches and validations of two GPUs, one after another: about 28 minutes.
 #
 #   bash tests/gpu_pair_benches.sh FOLDER LIBNCCL
 #
@@ -56,6 +56,9 @@ pipeline pipeline-pairs-mega 120 --steps 2 --orders dualpipe_v --more-micro-batc
 pipeline pipeline-pairs-deep-ep 120 --steps 2 --orders dualpipe_v --more-micro-batches= --no-torch \
     --transports local,local+pairs,local+pairs:88:44 "${ordered[@]}" pp.size=1 parallel.ep=2 \
     moe.dispatch.type=deep_ep moe.dispatch.fp8=true moe.compute.backend=deep_gemm
+pipeline pipeline-fp8 150 --steps 2 --micro-batches 8 --more-micro-batches= --no-torch --no-none \
+    --orders 1f1b,1f1b_w --fused-wgrads 1,2 --transports copy_engine "${model[@]}" ac.mode=none \
+    kernels.attention=triton kernels.attention_deterministic=true
 pipeline pipeline 460 --steps 2 --transports copy_engine,put,nccl/4 "${bf16[@]}" pp.gemm_sms=120
 pipeline pipeline-torch 200 --steps 1 --orders 1f1b,dualpipe_v --more-micro-batches= \
     --transports copy_engine,nccl@0,nccl/4@0,nccl/4 "${bf16[@]}" pp.gemm_sms=120

@@ -73,6 +73,46 @@ def test_every_transport_and_torchs_runtime_make_the_same_gradients(run_ranks, t
     assert list(bits.values()) == [True, True]  # losses and gradients, over orders too
 
 
+FP8 = (
+    *("model.name=tiny-v4", "model.num_layers=1", "model.compress_ratios=[0]"),
+    *("model.num_hash_layers=0", "model.hidden_size=128", "model.expert_width=128"),
+    *("model.num_experts=2", "model.experts_per_token=1", "pp.layers_per_stage=[0.5, 0.5]"),
+    "moe.compute.backend=triton",
+)
+
+
+def _fp8_bench(rank, out):
+    from ppruntime.experts.options import ExpertChoice
+    from ppruntime.models.kernels.expert_backends import ExpertBackend
+
+    # The recipe in torch: interpreted kernels take their time.
+    bench_pipeline.choose_experts = lambda config: ExpertChoice(ExpertBackend.REFERENCE)
+    flags = ["--transports", "gloo", "--micro-batches", "4", "--more-micro-batches", ""]
+    flags += ["--orders", "1f1b,1f1b_w", "--steps", "1", "--fused-wgrads", "1,2"]
+    assert bench_pipeline.main([*RUN, *FP8, *flags, "--no-torch", "--no-none", "--out", out]) == 0
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_weight_gradients_of_several_micro_batches_at_once_are_cases_with_the_same_bits(
+    run_ranks, tmp_path
+):
+    run_ranks(2, _fp8_bench, str(tmp_path / "out.json"), timeout_seconds=300)
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert record["complete"]
+    cases = {(case["order"], case["fused_wgrads"]): case for case in record["cases"]}
+    assert list(cases) == [(o, n) for n in (1, 2) for o in ("1f1b", "1f1b_w")]
+    for what in ("loss", "gradient"):
+        digests = {c[f"{w}{what}_digest"] for c in cases.values() for w in ("first_", "")}
+        assert len(digests) == 1
+        assert "" not in digests
+    assert cases["1f1b", 1]["peak_bytes"] == []  # nobody counts on a CPU
+    assert "n 2" in line(cases["1f1b_w", 2])
+    assert "1f1b_w, M = 4, n = 2, gloo: step over timeline" in {
+        bar["what"] for bar in record["bars"]
+    }
+
+
 def test_overrides_stand_anywhere_and_the_run_file_may_be_left_out(monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
 
@@ -81,6 +121,9 @@ def test_overrides_stand_anywhere_and_the_run_file_may_be_left_out(monkeypatch):
     assert args.overrides == ["a.b=1", "c.d=2", "e.f=3"]
     args = bench_pipeline._parsed(["run.toml", "a.b=1", "--out", "x.json", "fast.toml"])
     assert (args.files, args.overrides, args.steps) == (["run.toml", "fast.toml"], ["a.b=1"], 3)
+    assert args.fused_wgrads == [None]
+    args = bench_pipeline._parsed(["--out", "x.json", "--fused-wgrads", "1,2"])
+    assert args.fused_wgrads == [1, 2]
 
 
 def _case(transport, *, cycle=0.01, step=0.2, order="1f1b", digest="a", ratio=1.0):
@@ -123,6 +166,18 @@ def test_a_slow_step_and_other_bits_miss_their_bars_and_refused_cases_say_nothin
     assert not found["M = 16: different sets of gradient bits"].is_met
     assert found["M = 16: different sets of loss bits"].is_met
     assert "refused: no NCCL" in line(refused)
+
+
+def test_cases_by_number_of_fused_weight_gradients_have_bars_apart_and_one_set_of_bits():
+    cases = [_case("put", cycle=0.011) | {"fused_wgrads": n} for n in (1, 2)]
+    cases += [_case("none", cycle=0.010, digest="") | {"fused_wgrads": n} for n in (1, 2)]
+    cases[1] |= {"first_gradient_digest": "other", "peak_bytes": [3 * 10**9, 2 * 10**9]}
+    found = _values(cases)
+    assert {"n = 1, put: step over timeline", "n = 2, put: step over timeline"} <= set(found)
+    assert found["M = 16: different sets of gradient bits"].value == 2
+    text = line(cases[1] | {"hop_ms": [0, 0], "bubble_fraction": 0, "host_seconds": 0})
+    assert "n 2" in text
+    assert "peak 3.00/2.00 GB" in text
 
 
 def test_the_stand_in_compares_cycles_with_nccl_held_to_few_thread_blocks():
