@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ppruntime.launch.moe_yardstick import Yardstick, by_token, weighted, weighted_grads
+from ppruntime.launch.moe_yardstick import WAYS, Yardstick, by_token, weighted_grads
 from ppruntime.models.all_to_all import AllToAll, orders_by_expert
 from ppruntime.models.expert_products import product, weight_grad
 from ppruntime.models.expert_rows import expert_layout, to_rows, weighted_sum
@@ -73,9 +73,10 @@ def yardstick_steps(
     o_RD = way.back(o_SD)
     yield Step("combine", "by token", partial(by_token, o_RD, layout))
     o_NKD = by_token(o_RD, layout)
-    yield Step("combine", "weighted sum", partial(weighted, o_NKD, weights_NK))
+    sum_up = partial(WAYS[way.sums].weighted, o_NKD, weights_NK)
+    yield Step("combine", f"weighted sum, {way.sums}", sum_up)
 
-    unweigh = partial(weighted_grads, grad_ND, o_NKD, weights_NK, layout)
+    unweigh = partial(weighted_grads, way, grad_ND, o_NKD, weights_NK, layout)
     yield Step("dispatch back", "gradients of the sum", unweigh)
     grad_RD, _ = unweigh()
     yield Step("dispatch back", "all-to-all", partial(way.there, grad_RD))

@@ -235,6 +235,8 @@ class Bench(Recorder):
 
     def _yardstick(self, variant: Variant) -> Layer:
         way = Yardstick(self.ranks.world_group, self.counts_E)
+        x, weights_NK = self.x.detach(), self.routing.weights_NK.detach()
+        way.choose_sums(lambda run: self.most(self.milliseconds(run)), x, weights_NK)
         experts = Experts(self.dims, held=way.held(self.dims.num_experts), device="meta")
         experts.gate_up.weight, experts.down.weight = self.gate_up, self.down
         kernels = moe_kernels("auto", "reference", self.ranks.device, self.dtype)

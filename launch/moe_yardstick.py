@@ -4,7 +4,7 @@
     rows    -> their experts' ranks    one `all_to_all_single`
             -> by expert and source    one gather: those of an expert lie together
     z = x W13^T, h = SwiGLU(z), o = h W2^T         `grouped_mm`; SwiGLU in one kernel, as compiled
-    back the same way, and y = sum_k w_k o_k       one gather and one batched product
+    back the same way, and y = sum_k w_k o_k       one gather, and what is fastest there of WAYS
 
 How many rows go where is known beforehand on all hosts, and the orders of what comes are made once:
 the host waits for nothing. Nothing in a token's width is ever in fp32. The dispatcher `torch`
@@ -17,8 +17,10 @@ L experts here, P ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,6 +48,8 @@ class Yardstick:
         self.receive: list[int] = mine_PL.sum(1).tolist()
         self.rows_per_expert: list[int] = mine_PL.sum(0).tolist()
         self.order_S, self.place_S = orders_by_expert(mine_PL, counts_E.device)
+        self.sums = next(iter(WAYS))
+        """How tokens' rows are weighted and summed, of WAYS; `choose_sums` finds the fastest."""
 
     def held(self, num_experts: int) -> range:
         share = num_experts // self.num_ranks
@@ -62,6 +66,26 @@ class Yardstick:
         o_SD = experts(x_SD, self.rows_per_expert)
         y_ND: Tensor = _ToTokens.apply(o_SD, routing.weights_NK, layout, self)  # type: ignore[no-untyped-call]
         return y_ND
+
+    def choose_sums(
+        self,
+        milliseconds: Callable[[Callable[[], object]], float],
+        x_ND: Tensor,
+        weights_NK: Tensor,
+    ) -> None:
+        """Takes the fastest of WAYS for such tokens, forward and backward, by the median of three
+        times that `milliseconds` takes of a call; alike on all ranks if its times are."""
+        rows_NKD = x_ND.unsqueeze(1).repeat(1, weights_NK.shape[1], 1)
+
+        def once(name: str) -> None:
+            WAYS[name].weighted(rows_NKD, weights_NK)
+            WAYS[name].dots(rows_NKD, x_ND)
+
+        times = {
+            name: statistics.median([milliseconds(partial(once, name)) for _ in range(4)][1:])
+            for name in WAYS
+        }
+        self.sums = min(times, key=lambda name: times[name])
 
     # The steps; `bench_moe_parts` times them one by one.
 
@@ -93,16 +117,32 @@ def by_token(rows_RD: Tensor, layout: Layout) -> Tensor:
     return picked.view(*layout.row_NK.shape, rows_RD.shape[1])
 
 
-def weighted(rows_NKD: Tensor, weights_NK: Tensor) -> Tensor:
-    """sum_k w_nk rows_nk, summed in fp32 and rounded once."""
-    return torch.bmm(weights_NK.to(rows_NKD.dtype).unsqueeze(1), rows_NKD).squeeze(1)
+class Sums(NamedTuple):
+    """A way to weight and sum tokens' rows."""
+
+    weighted: Callable[[Tensor, Tensor], Tensor]
+    """(rows [N, K, D], weights [N, K]) -> sum_k w_nk rows_nk, summed in fp32."""
+    dots: Callable[[Tensor, Tensor], Tensor]
+    """(rows [N, K, D], grad [N, D]) -> [N, K]: the weights' gradients."""
+
+
+WAYS = {
+    "batched products": Sums(
+        lambda rows, weights: torch.bmm(weights.to(rows.dtype).unsqueeze(1), rows).squeeze(1),
+        lambda rows, grad: torch.bmm(rows, grad.unsqueeze(2)).squeeze(2),
+    ),
+    "product by product": Sums(
+        lambda rows, weights: (rows * weights.to(rows.dtype).unsqueeze(2)).sum(1),
+        lambda rows, grad: (rows * grad.unsqueeze(1)).sum(2),
+    ),
+}
 
 
 def weighted_grads(
-    grad_ND: Tensor, rows_NKD: Tensor, weights_NK: Tensor, layout: Layout
+    way: Yardstick, grad_ND: Tensor, rows_NKD: Tensor, weights_NK: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `weighted`, of the rows by expert and of the weights."""
-    grad_weights_NK = torch.bmm(rows_NKD, grad_ND.unsqueeze(2)).squeeze(2)
+    """Gradients of the weighted sum, of the rows by expert and of the weights."""
+    grad_weights_NK = WAYS[way.sums].dots(rows_NKD, grad_ND)
     weight_R = torch.empty_like(layout.token_R, dtype=grad_ND.dtype)
     weight_R[layout.row_NK.flatten()] = weights_NK.flatten().to(grad_ND.dtype)
     grad_RD = grad_ND.index_select(0, layout.token_R).mul_(weight_R.unsqueeze(1))
@@ -129,10 +169,11 @@ class _ToTokens(torch.autograd.Function):
         rows_NKD = by_token(way.back(way.by_source(o_SD)), layout)
         ctx.save_for_backward(rows_NKD, weights_NK)
         ctx.layout, ctx.way = layout, way
-        return weighted(rows_NKD, weights_NK)
+        return WAYS[way.sums].weighted(rows_NKD, weights_NK)
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows_NKD, weights_NK = ctx.saved_tensors
-        grad_RD, grad_weights_NK = weighted_grads(grad_ND, rows_NKD, weights_NK, ctx.layout)
-        return ctx.way.by_expert(ctx.way.there(grad_RD)), grad_weights_NK, None, None
+        way, layout = ctx.way, ctx.layout
+        grad_RD, grad_weights_NK = weighted_grads(way, grad_ND, rows_NKD, weights_NK, layout)
+        return way.by_expert(way.there(grad_RD)), grad_weights_NK, None, None
