@@ -9,6 +9,7 @@ Import it before any kernel.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -223,13 +224,18 @@ class Soak:
             self._step(step, kind, seed)
             if step == 2 * num_routings:  # all kernels and results are there
                 self._allocated = self._bytes()
-            if self._allocated is not None and self._bytes() != self._allocated:
-                self.wrong.append(
-                    f"step {step}, {kind}: {self._bytes()} bytes allocated, not {self._allocated}"
-                )
-                self._allocated = self._bytes()
+            self._check_bytes(f"step {step}, {kind}")
             if len(self.wrong) > 40:
                 return
+
+    def _check_bytes(self, where: str) -> None:
+        """That as much is allocated as when everything was there."""
+        if self._allocated is None or self._bytes() == self._allocated:
+            return
+        gc.collect()  # what refers to itself may wait for it
+        if (now := self._bytes()) != self._allocated:
+            self.wrong.append(f"{where}: {now} bytes allocated, not {self._allocated}")
+            self._allocated = now
 
     def _bytes(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
