@@ -52,9 +52,11 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
   products and dispatch by deep_ep (bar 12.5, missed: that path pays for rows that go and come apart
   from its products).
 - moe-experts.json: of deep_gemm's products that of L2 misses 1,250 TFLOP/s with 1,219 in this run,
-  its weight gradients at n = 2 take 812 and 746 where 828 and 810 were measured before. The bf16
-  yardstick of moe-ep2.json has a forward of 14.0 ms, whose parts are about half of that: nobody has
-  looked where the rest goes, so that ratios to it flatter. Experts of EP48's and EP96's shapes
+  its weight gradients at n = 2 take 812 and 746 where 828 and 810 were measured before. What stands
+  for bf16 in moe-ep2.json is the readable layer, whose forward takes 14.0 ms: SwiGLU and weighted
+  sums there go through fp32 in several passes, rows are gathered four times and the host waits for
+  counts, so that ratios to it flatter. `bf16 yardstick` does none of this, `step` rows tell what
+  each takes; neither was run. Experts of EP48's and EP96's shapes
   (`--shapes`), ratios to a floor by phase, phases and chunks with today's kernels: no record.
 - A pipeline of two with every FP8 kernel, 1F1B-W off and on, n = 1 and 2: bits are a test on two
   GPUs, not run; cycle and peak have no record. 1,000 steps of random routing under memory checkers:
@@ -472,8 +474,20 @@ def moe(record: dict[str, Any]) -> str:
         rate = f", {row['tflops']:,.0f}" if row["tflops"] else ""
         return f"{row['median_ms']:.2f} ms{rate}"
 
-    rows = ((phase, *(cell(best.get(b)) for b in backends)) for phase, best in found.items())
-    head = ("phase", *(f"{b}, TFLOP/s" for b in backends))
+    def floors(best: dict[str, dict[str, Any]]) -> tuple[str, ...]:
+        """The floor, and how many times as long the fastest takes; of records that have floors."""
+        fastest = min(best.values(), key=lambda row: row["median_ms"])
+        if "floor_ms" not in fastest:
+            return ()
+        return (_number(fastest["floor_ms"], 2), _number(fastest["ratio_to_floor"], 2))
+
+    rows = (
+        (phase, *(cell(best.get(b)) for b in backends), *floors(best))
+        for phase, best in found.items()
+    )
+    has_floors = any("floor_ms" in row for row in record["rows"])
+    more = ("floor ms", "fastest, x floor") if has_floors else ()
+    head = ("phase", *(f"{b}, TFLOP/s" for b in backends), *more)
     checks = record["checks"]
     note = (
         "One routed layer on one GPU, 49,152 rows over 48 experts, dim 5120, width 2304; the"
@@ -492,7 +506,8 @@ def _moe_over_ranks(record: dict[str, Any]) -> str:
             variant, _, rest = row["variant"].rpartition(" (")
             num = int(rest.split()[0])
             layers.setdefault(variant, {})[row["phase"]] = row["median_ms"] / num
-    base = next(iter(layers.values()), {})
+    by = "bf16 yardstick" if "bf16 yardstick" in layers else next(iter(layers), "")
+    base = layers.get(by, {})
     rows = (
         (name, *(cell for phase in ("forward", "fwd + bwd") for cell in (
             (f"{found[phase]:.2f}", f"{base[phase] / found[phase]:.2f}")
@@ -505,16 +520,18 @@ def _moe_over_ranks(record: dict[str, Any]) -> str:
         for r in record["rows"] if r["shape"] == "transfer"
     )  # fmt: skip
     checks = record["checks"]
+    yardstick = "the first row" if by == next(iter(layers), "") else by
     note = (
         f"One routed layer over {record['ranks']} GPUs, {record['experts']} experts,"
         f" {record['tokens_per_rank']:,} tokens each; per micro-batch, the slowest rank; ratios to"
-        f" the first row. {sum(c['passed'] for c in checks)} of {len(checks)} numeric checks"
+        f" {yardstick}. {sum(c['passed'] for c in checks)} of {len(checks)} numeric checks"
         " passed. deep_ep sends a token once per rank, torch once per expert."
     )
     head = ("variant", "forward, ms", "ratio", "forward + backward, ms", "ratio")
     parts = [_table(head, rows)] if layers else []
     if any(r["shape"] == "transfer" for r in record["rows"]):
         parts.append(_table(("rows", "phase", "ms", "MB one way", "GB/s"), transfers))
+    parts += _moe_phases(record["rows"])
     fused = [
         (r["variant"], r["phase"], f"{r['median_ms']:.2f}", f"{min(r['milliseconds']):.2f}")
         for r in record["rows"]
@@ -532,6 +549,32 @@ def _moe_over_ranks(record: dict[str, Any]) -> str:
         what = f"{variant}: two forwards beside two backwards, multiprocessors for each"
         parts.append(_table((what, "ms", "of in turn"), ways))
     return f"## Experts over GPUs\n\n{note}\n\n" + "\n".join(parts)
+
+
+def _moe_phases(rows: Sequence[dict[str, Any]]) -> Iterable[str]:
+    """Phases of whole layers against the yardsticks and their floors; steps of those in bf16."""
+    phases = [
+        (
+            r["variant"],
+            r["phase"],
+            _number(r["median_ms"] / r["micro_batches"], 2),
+            _number(r["tflops"], 0) if r["flops"] else "-",
+            _number(r["gb_per_second"], 0),
+            _number(r.get("gain_over_bf16"), 2),
+            _number(r.get("gain_over_library"), 2),
+            _number(r["ratio_to_floor"], 2),
+        )
+        for r in rows
+        if r["shape"] == "phase"
+    ]
+    if phases:
+        head = ("variant", "phase by itself", "ms", "TFLOP/s", "GB/s", "x faster than bf16",
+                "x faster than deep_gemm + deep_ep", "x floor")  # fmt: skip
+        yield _table(head, phases)
+    steps = [(r["variant"], r["phase"], _number(r["median_ms"], 3)) for r in rows
+             if r["shape"] == "step"]  # fmt: skip
+    if steps:
+        yield _table(("variant", "step by itself", "ms"), steps)
 
 
 def memory(record: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""The experts' phases one by one, and the whole layer, on one GPU: part of `bench moe`."""
+"""The experts' phases one by one, and the whole layer, on one GPU: part of `bench moe`. Bytes count
+every operand once, though rows that several experts get are read again."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ class ExpertPhases(Recorder):
              num_bytes=3 * x.numel())  # fmt: skip
         rows = Quantized(*moe_layout.gather_rows(x8.data, layout, x8.scale))
         time("gather x8", {"triton": lambda: moe_layout.gather_rows(x8.data, layout, x8.scale)},
-             num_bytes=2 * per_row * HIDDEN)  # fmt: skip
+             num_bytes=x.numel() + per_row * HIDDEN)  # fmt: skip
         z = self.gemm(shape, "L1", rows, fp8_13, w13, layout, routed)
         h8 = swiglu.swiglu(z, weights, layout, LIMIT, power_of_two=False)
         time("SwiGLU", {
@@ -126,7 +127,7 @@ class ExpertPhases(Recorder):
             )[1]
 
         dy_rows, dy_columns = turn_dy()
-        time("dy to FP8", {"triton": turn_dy}, num_bytes=4 * per_row * HIDDEN)
+        time("dy to FP8", {"triton": turn_dy}, num_bytes=2 * x.numel() + 2 * per_row * HIDDEN)
         d = self.gemm(shape, "dgrad L2", dy_rows, fp8_2t, w2.mT, layout, routed)
         grads = swiglu.swiglu_backward(z, d, weights, layout, LIMIT, power_of_two=False)
         time("SwiGLU back", {
@@ -139,7 +140,7 @@ class ExpertPhases(Recorder):
         self.gemm(shape, "dgrad L1", grads.rows, fp8_13t, w13.mT, layout, routed)
         x_columns = turn_x()
         time("x8 to columns", {"triton": turn_x, "triton, tiles": partial(turn_x, True)},
-             num_bytes=2 * per_row * HIDDEN)  # fmt: skip
+             num_bytes=x.numel() + per_row * HIDDEN)  # fmt: skip
         self.weight_grad(shape, "wgrad W13", acc13, grads.columns, x_columns,
                          (None, turn_x(True)), layout, routed)  # fmt: skip
         self.weight_grad(shape, "wgrad W2", acc2, dy_columns, grads.inner_columns,

@@ -3,9 +3,11 @@
 Every variant is what a run with its keys would do: a way to the experts and back, and who
 multiplies. All compute the same layer, 48 experts a GPU and 8,192 tokens each at V4.1-Flash's
 widths: at 2 GPUs the products of one of 8. Times are those of the slowest rank, variants in turn;
-outputs and gradients are compared with the first variant's. A variant that cannot run is noted with
-its reason. `--pairs` measures forwards beside backwards instead, see `bench_moe_pairs`. Further
-arguments are config overrides for all, such as `model.hidden_size=1280`.
+outputs and gradients are compared with the first variant's. `bf16 yardstick` is the layer as torch
+alone makes it fast, see `moe_yardstick`; its phases, those of deep_gemm and deep_ep and those of
+the fused layer are timed by themselves too, against each other and against `moe_floor`. A variant
+that cannot run is noted with its reason. `--pairs` measures forwards beside backwards instead, see
+`bench_moe_pairs`. Further arguments are config overrides for all, such as `model.hidden_size=1280`.
 """
 
 from __future__ import annotations
@@ -29,15 +31,35 @@ from ppruntime.experts.options import choose_experts, moe_options
 from ppruntime.gemm_budget import limit_gemms
 from ppruntime.gpu_clock import Clock
 from ppruntime.launch import bench_moe_pairs
-from ppruntime.launch.bench_moe_record import Recorder, Row, distance
+from ppruntime.launch.bench_moe_parts import (
+    Part,
+    Step,
+    readable_steps,
+    token_phases,
+    whole_phases,
+    yardstick_steps,
+)
+from ppruntime.launch.bench_moe_record import Recorder, Row, distance, line
+from ppruntime.launch.moe_floor import (
+    BACKWARD,
+    FORWARD,
+    LayerSizes,
+    Work,
+    fused_work,
+    phase_works,
+    together,
+)
+from ppruntime.launch.moe_yardstick import Yardstick
 from ppruntime.launch.records import end_in_order
 from ppruntime.models.all_to_all import AllToAll
 from ppruntime.models.dispatch import AnyExperts, Dispatcher, check_waits
 from ppruntime.models.expert_rows import expert_layout
+from ppruntime.models.experts import Experts
 from ppruntime.models.fp8_experts import Fp8Options
 from ppruntime.models.fp8_wire import packed, to_wire
 from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.models.moe import MoEOptions, routed_experts
+from ppruntime.models.moe_kernels import moe_kernels
 from ppruntime.models.router import Routing, balanced_experts
 from ppruntime.models.token_buffer import Arrived
 from ppruntime.models.token_dispatch import TokenDispatcher
@@ -53,6 +75,18 @@ LEAST_OF_FP8 = 0.02
 """The smallest: below it something else than FP8 ran."""
 BF16_BOUND = 6e-3
 """Between two layers in bf16, each of which is about 3.5e-3 from the truth."""
+YARDSTICK_BOUND = 7e-3
+"""Of the yardstick, which rounds routing weights and the output's gradient to bf16 as well."""
+
+
+PHASED = (
+    "bf16 yardstick",
+    "deep_gemm + deep_ep, FP8 rows",
+    "deep_gemm + deep_ep, FP8 rows, n=2",
+    "triton, mega_moe",
+    "triton, mega_moe, n=2",
+)
+"""Variants whose phases are timed one by one too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +97,19 @@ class Variant:
     overrides: tuple[str, ...]
     micro_batches: int = 1
     """Forwards and backwards of one timed run: as many as are fused."""
+    is_yardstick: bool = False
+    """The layer of `moe_yardstick` instead, which no config asks for."""
 
 
 def variants(num_sms: int) -> Iterator[Variant]:
-    """The yardstick first, then each way with each backend, then deep_ep's chunks and budgets."""
+    """The readable layer first, which others are checked against, and the yardstick; then each way
+    with each backend, then deep_ep's chunks and budgets."""
     torch_way, deep_ep = "moe.dispatch.type=torch", "moe.dispatch.type=deep_ep"
     fp8, fp8_grad = "moe.dispatch.fp8=true", "moe.dispatch.fp8_grad=true"
     late = "moe.dispatch.weight_grads_after_combine=true"
     two = "moe.compute.fused_wgrad_micro_batches=2"
     yield Variant("bf16 grouped + all-to-all", (torch_way, "moe.compute.backend=torch"))
+    yield Variant("bf16 yardstick", (torch_way, "moe.compute.backend=torch"), is_yardstick=True)
     yield Variant("bf16 grouped + deep_ep", (deep_ep, "moe.compute.backend=torch"))
     for backend in ("triton", "deep_gemm"):
         multiply = f"moe.compute.backend={backend}"
@@ -180,6 +218,8 @@ class Bench(Recorder):
     def layer(self, variant: Variant, *, stage: int | None = None) -> Layer | None:
         """None, with a note, if it cannot run here. Layers of two stages share nothing that sends.
         A collective."""
+        if variant.is_yardstick:
+            return self._yardstick(variant)
         try:
             config = self._config(variant.overrides)
             choice = choose_experts(config)
@@ -192,6 +232,16 @@ class Bench(Recorder):
         options: MoEOptions = moe_options(config, 0, choice, dispatcher, gemm_sms=self.gemm_sms)
         experts = self._experts_of(options)
         return Layer(variant, config, dispatcher, experts, self.limit)
+
+    def _yardstick(self, variant: Variant) -> Layer:
+        way = Yardstick(self.ranks.world_group, self.counts_E)
+        x, weights_NK = self.x.detach(), self.routing.weights_NK.detach()
+        way.choose_sums(lambda run: self.most(self.milliseconds(run)), x, weights_NK)
+        experts = Experts(self.dims, held=way.held(self.dims.num_experts), device="meta")
+        experts.gate_up.weight, experts.down.weight = self.gate_up, self.down
+        kernels = moe_kernels("auto", "reference", self.ranks.device, self.dtype)
+        experts.swiglu = kernels.swiglu
+        return Layer(variant, self._config(variant.overrides), way, experts, self.limit)
 
     def _experts_of(self, options: MoEOptions) -> AnyExperts:
         """One for all variants that multiply alike: their FP8 copies are gigabytes."""
@@ -218,10 +268,15 @@ class Bench(Recorder):
         if not only:
             self._transfers(layers)
             self._fused_phases(layers)
+        self._phases(layers)
         rows = self.x.shape[0] * self.dims.experts_per_token
         flops = 6.0 * rows * self.dims.hidden_size * self.dims.expert_width
-        self._time("forward", layers, self._forward, flops)
-        self._time("fwd + bwd", layers, self._both, 3 * flops)
+        self._time("forward", layers, self._forward, flops, FORWARD)
+        self._time("fwd + bwd", layers, self._both, 3 * flops, (*FORWARD, *BACKWARD))
+        if self.speaks:
+            for row in self.rows:
+                if row.shape == "phase":
+                    print(line(row, self.rows), flush=True)
         check_waits(layer.dispatcher for layer in layers)
 
     def _forward(self, layer: Layer) -> None:
@@ -244,6 +299,8 @@ class Bench(Recorder):
         for name, one, other in zip(BOUNDS, copies, self.first, strict=True):
             error = distance(one, other)
             bound = BOUNDS[name] if fp8 or layer.config.moe.dispatch.fp8 else BF16_BOUND
+            if layer.variant.is_yardstick:
+                bound = YARDSTICK_BOUND
             self.check(f"{variant}: {name}", self.most(error), bound)
             if fp8:
                 too_exact = self.most(LEAST_OF_FP8 / max(error, 1e-30))
@@ -282,7 +339,9 @@ class Bench(Recorder):
             done.add((options.type, options.fp8))
             kind = "FP8 rows" if options.fp8 else "bf16 rows"
             for phase, num_bytes, run in self._sends(layer):
-                row = Row("transfer", phase, f"{options.type}, {kind}", 0.0, num_bytes)
+                floor_ms = Work(wire_bytes=num_bytes).floor_ms()
+                variant = f"{options.type}, {kind}"
+                row = Row("transfer", phase, variant, 0.0, num_bytes, floor_ms=floor_ms)
                 self._time_alone(row, run)
 
     def _fused_phases(self, layers: Sequence[Layer]) -> None:
@@ -296,8 +355,78 @@ class Bench(Recorder):
             assert isinstance(layer.dispatcher, MegaMoe)
             x = self.x.detach()
             for phase in fused_phases(layer.dispatcher, layer.experts, x, self.routing):
-                row = Row("fused", phase.name, layer.variant.name, phase.flops, phase.num_bytes)
+                fp8 = layer.config.moe.compute.backend != "torch"
+                floor_ms = Work(phase.flops, 0.0, phase.num_bytes).floor_ms(fp8=fp8)
+                row = Row("fused", phase.name, layer.variant.name, phase.flops, phase.num_bytes,
+                          floor_ms=floor_ms)  # fmt: skip
                 self._time_alone(row, phase.run)
+
+    def _phases(self, layers: Sequence[Layer]) -> None:
+        """The phases of the layers of PHASED by themselves, and the steps of both in bf16."""
+        for layer in layers:
+            name, fused = layer.variant.name, layer.variant.micro_batches
+            steps = list(self._steps(layer))
+            for step in steps:
+                phase = f"{step.phase}: {step.name}"
+                self._time_alone(Row("step", phase, name, 0.0, 0.0), step.run)
+            if name not in PHASED:
+                continue
+            works = self.works(layer)
+            for part in [*whole_phases(steps)] if steps else self._parts(layer):
+                if fused > 1 and part.name != "wgrad":
+                    continue  # as with one
+                work = fused_work(part.name, works)
+                fp8 = layer.config.moe.compute.backend != "torch"
+                num_bytes = fused * (work.wire_bytes or work.memory_bytes)
+                floor_ms = fused * work.floor_ms(fp8=fp8)
+                row = Row("phase", part.name, name, fused * work.flops, num_bytes,
+                          floor_ms=floor_ms, micro_batches=fused)  # fmt: skip
+                self._time_alone(row, part.run)
+
+    def works(self, layer: Layer) -> dict[str, Work]:
+        """What the phases of one micro-batch do, of this rank's rows."""
+        num, world, rank = self.dims.num_experts, self.ranks.layout.ep, self.ranks.rank
+        everyones = self.counts_E.clone()
+        dist.all_reduce(everyones)
+        here = slice(rank * num // world, (rank + 1) * num // world)
+        owner_NK = self.routing.experts_NK // (num // world)
+        others = (other for other in range(world) if other != rank)
+        sizes = LayerSizes(
+            num_tokens=len(self.x),
+            num_rows=int(everyones[here].sum()),
+            num_away=sum(int((owner_NK == other).any(1).sum()) for other in others),
+            num_experts=num // world,
+            hidden=self.dims.hidden_size,
+            width=self.dims.expert_width,
+        )
+        fp8 = layer.config.moe.compute.backend != "torch"
+        return phase_works(sizes, fp8=fp8, num_fused=layer.variant.micro_batches)
+
+    def _steps(self, layer: Layer) -> Iterator[Step]:
+        """Of the layers in bf16 that torch computes."""
+        x, experts, way = self.x.detach(), layer.experts, layer.dispatcher
+        if not isinstance(experts, Experts):
+            return
+        if isinstance(way, Yardstick):
+            yield from yardstick_steps(way, experts, x, self.routing, self.grad)
+        elif isinstance(way, AllToAll):
+            with torch.no_grad():
+                steps = list(readable_steps(way, experts, x, self.routing, self.counts_E))
+            yield from steps
+
+    def _parts(self, layer: Layer) -> Iterator[Part]:
+        """Of a layer in FP8 that has phases of its own."""
+        x, experts, way = self.x.detach(), layer.experts, layer.dispatcher
+        if isinstance(way, TokenDispatcher):
+            yield from token_phases(way, experts, x, self.routing, self.grad)
+            return
+        from ppruntime.launch.bench_moe_fused import fused_parts  # needs Triton
+        from ppruntime.models.fp8_experts import Fp8Experts
+        from ppruntime.models.mega_moe import MegaMoe
+
+        assert isinstance(way, MegaMoe)
+        assert isinstance(experts, Fp8Experts)
+        yield from fused_parts(way, experts, x, self.routing, self.grad)
 
     def _time_alone(self, row: Row, run: Callable[[], object]) -> None:
         for repetition in range(-2, self.repetitions):
@@ -352,14 +481,25 @@ class Bench(Recorder):
             yield "combine", 2.0 * away * width, combine
 
     def _time(
-        self, phase: str, layers: Sequence[Layer], run: Callable[[Layer], None], flops: float
+        self,
+        phase: str,
+        layers: Sequence[Layer],
+        run: Callable[[Layer], None],
+        flops: float,
+        parts: Sequence[str],
     ) -> None:
-        """In turn, again and again; of each run the slowest rank's time."""
-        rows = [
-            Row("layer", phase, f"{v.name} ({v.micro_batches} micro-batches)",
-                flops * v.micro_batches, 0.0)
-            for v in (layer.variant for layer in layers)
-        ]  # fmt: skip
+        """In turn, again and again; of each run the slowest rank's time. `parts`: phases that it
+        is made of."""
+        rows = []
+        for layer in layers:
+            num = layer.variant.micro_batches
+            works = self.works(layer)
+            fp8 = layer.config.moe.compute.backend != "torch"
+            floor_ms = num * together(works[part] for part in parts).floor_ms(fp8=fp8)
+            name = f"{layer.variant.name} ({num} micro-batches)"
+            rows.append(
+                Row("layer", phase, name, flops * num, 0.0, floor_ms=floor_ms, micro_batches=num)
+            )
         for repetition in range(-2, self.repetitions):
             for row, layer in zip(rows, layers, strict=True):
                 slowest = self.most(self.milliseconds(partial(run, layer)))
@@ -367,7 +507,7 @@ class Bench(Recorder):
                     row.milliseconds.append(slowest)
         if self.speaks:
             for row in rows:
-                print(row, flush=True)
+                print(line(row, rows), flush=True)
         self.rows += rows
 
     def milliseconds(self, run: Callable[[], object]) -> float:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ppruntime.launch.command_line import command_line
+from ppruntime.launch.moe_floor import Work
 from ppruntime.launch.records import write_record
 
 
@@ -24,11 +25,19 @@ class Row:
     flops: float
     num_bytes: float
     milliseconds: list[float] = field(default_factory=list)
+    floor_ms: float = 0.0
+    """The least that it can take, see `moe_floor`; 0: nobody said."""
+    micro_batches: int = 1
+    """That it does at once."""
 
     @property
     def median(self) -> float:
         """Milliseconds."""
         return statistics.median(self.milliseconds)
+
+    @property
+    def ratio_to_floor(self) -> float | None:
+        return self.median / self.floor_ms if self.floor_ms else None
 
     def record(self) -> dict[str, object]:
         median = self.median
@@ -38,6 +47,7 @@ class Row:
             "lowest_ms": min(self.milliseconds),
             "tflops": self.flops / median / 1e9,
             "gb_per_second": self.num_bytes / median / 1e6,
+            "ratio_to_floor": self.ratio_to_floor,
         }
 
     def __str__(self) -> str:
@@ -45,6 +55,8 @@ class Row:
         rates = f"{self.flops / median / 1e9:7.0f} TFLOP/s" if self.flops else " " * 15
         if self.num_bytes:
             rates += f" {self.num_bytes / median / 1e6:6.0f} GB/s"
+        if (ratio := self.ratio_to_floor) is not None:
+            rates += f" {ratio:6.2f} x floor"
         return (
             f"{self.shape:8} {self.phase:14} {self.variant:34} {median:8.3f} ms"
             f" (from {min(self.milliseconds):7.3f}) {rates}"
@@ -71,12 +83,13 @@ class Recorder:
         num_bytes: float = 0.0,
         repetitions: int | None = None,
     ) -> None:
-        """Times the variants in turn, again and again."""
+        """Times the variants in turn, again and again. `num_bytes`: of memory."""
         import torch
 
         from ppruntime.gpu_clock import Clock
 
-        rows = [Row(shape, phase, name, flops, num_bytes) for name in variants]
+        floor_ms = Work(flops, num_bytes).floor_ms()
+        rows = [Row(shape, phase, name, flops, num_bytes, floor_ms=floor_ms) for name in variants]
         clock = Clock(torch.device("cuda"))
         for repetition in range(-2, repetitions or self.repetitions):
             for row, run in zip(rows, variants.values(), strict=True):
@@ -84,7 +97,7 @@ class Recorder:
                 if repetition >= 0:
                     row.milliseconds.append(milliseconds)
         for row in rows:
-            print(row, flush=True)
+            print(line(row, rows), flush=True)
         self.rows += rows
 
     def check(self, name: str, value: float, bound: float) -> None:
@@ -112,13 +125,52 @@ class Recorder:
             "complete": bool(self.rows) and not sys.exc_info()[0],
             "notes": self.notes,
             "checks": self.checks,
-            "rows": [row.record() for row in self.rows],
+            "rows": [row.record() | gains(row, self.rows) for row in self.rows],
         }
         write_record(out, record)
         for note in self.notes:
             print(note)
         failed = self.failed_checks or "none"
         print(f"{seconds:.0f} s; failed checks: {failed}; {out}", flush=True)
+
+
+YARDSTICKS = {"bf16": ("bf16 yardstick", "bf16 torch")}
+YARDSTICKS |= {"library": ("deep_gemm + deep_ep, FP8 rows", "deep_gemm")}
+"""Variants that others are compared with: over ranks and on one GPU."""
+
+
+def gains(row: Row, rows: Sequence[Row]) -> dict[str, float]:
+    """How many times as long as `row` each yardstick takes for the same, per micro-batch; where
+    phases are done together, for all of them. None that has no rows for it."""
+    found: dict[str, float] = {}
+    for key, names in YARDSTICKS.items():
+        for name in names:
+            theirs = {
+                other.phase: other.median / other.micro_batches
+                for other in rows
+                if other.shape == row.shape and _plain(other.variant) == name
+            }
+            parts = row.phase.split(" + ")
+            wanted = [row.phase] if row.phase in theirs else parts
+            if all(part in theirs for part in wanted):
+                own = row.median / row.micro_batches
+                found[f"gain_over_{key}"] = sum(theirs[part] for part in wanted) / own
+    return found
+
+
+def _plain(variant: str) -> str:
+    """Without how many micro-batches a layer had."""
+    return variant.partition(" (")[0]
+
+
+def line(row: Row, rows: Sequence[Row]) -> str:
+    """A row for people, with its gains over those of `rows` that are yardsticks."""
+    found = gains(row, rows)
+    return f"{row}" + "".join(
+        f"  {found[f'gain_over_{key}']:.2f} x {key}"
+        for key in YARDSTICKS
+        if f"gain_over_{key}" in found
+    )
 
 
 def num_sms() -> int:

@@ -34,7 +34,7 @@ pipeline() { # NAME SECONDS ARGUMENTS...
         --limit-seconds $((seconds - 40)) "$@"
 }
 
-run moe-ep2 200 "${cli[@]}" bench moe --ranks 2 --repetitions 6
+run moe-ep2 230 "${cli[@]}" bench moe --ranks 2 --repetitions 6
 run moe-pairs 150 "${cli[@]}" bench moe --ranks 2 --pairs
 run validation-run 90 "${ranks[@]}" validate-run "${bf16[@]}" "${put[@]}" pp.schedule=1f1b_w \
     train.num_micro_batches=24 pp.gemm_sms=120 --steps 3 \

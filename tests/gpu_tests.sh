@@ -31,7 +31,8 @@ group linears 0 $m/test_linear.py $m/test_fp8_linear.py $m/test_fp8_linear_rotat
     $m/test_fp8_linear_gpu.py $m/test_kernel_grouped_gemm.py $m/test_kernel_moe_layout.py &
 group fp8 0 $m/test_kernel_fp8_gpu.py $m/test_kernel_hopper_products_gpu.py \
     $m/test_kernel_fp8_quantize.py $m/test_kernel_fp8_experts.py &
-group mega 0 $m/test_kernel_mega_moe.py $m/test_kernel_mega_moe_counts.py $m/test_mega_moe.py &
+group mega 0 $m/test_kernel_mega_moe.py $m/test_kernel_mega_moe_counts.py $m/test_mega_moe.py \
+    $m/test_mega_moe_soak.py &
 group small 0 $m/test_kernel_mhc.py $m/test_head.py $m/test_single_stream.py \
     $m/test_kernel_engram.py $m/test_kernel_routing.py $m/test_shared_swiglu.py $m/test_norm.py $m/test_wide_linear.py \
     tests/bench/test_gpu_clock.py &
@@ -47,6 +48,7 @@ if ((gpus > 1)); then
     group experts-triton 0,1 $r/test_expert_parallel_gpu.py -k triton &
     group fused 0,1 $r/test_mega_moe_gpu.py -k "not trains" &
     group fused-runs 0,1 $r/test_mega_moe_gpu.py -k trains &
+    group soak 0,1 $r/test_mega_moe_soak_gpu.py &
     group tables 0,1 $r/test_deep_ep_gpu.py $r/test_engram_gpu.py &
     group knobs-over 0,1 $r/test_memory_knobs_gpu.py -k over_two_gpus &
     group pairs 0,1 $r/test_overlap_gpu.py -k "pipeline_over_two_gpus" &
