@@ -540,5 +540,7 @@ def test_the_ledger_has_the_plan_s_peak_with_every_knob(knobs):
     for ledger, rank in zip(predict(config), report(config).ranks, strict=True):
         # The plan counts all gradient sums throughout, the ledger from the first backward on.
         most = max(m.total + m.sums_to_come for m in ledger.moments)
-        assert ledger.through_the_step + most == rank.total_bytes >= ledger.peak_bytes
+        # It takes a backward's workspace for there at the start, the ledger when some are freed.
+        assert 0 <= rank.total_bytes - (ledger.through_the_step + most) < rank.workspace_bytes
+        assert ledger.peak_bytes <= rank.total_bytes
         assert sum(num_bytes for _, num_bytes in ledger.rows()) == ledger.peak_bytes
