@@ -207,6 +207,13 @@ def plan_text(config: Config) -> str:
     return "\n".join([*lines, "", *_LEGEND])
 
 
+def _recomputed(config: Config) -> str:
+    """What half-layers in `ac.mode` keep."""
+    if config.ac.mode == "selective":
+        return f"half-layers keep inputs and the results of {', '.join(config.ac.save or ())}"
+    return _RECOMPUTED[config.ac.mode]
+
+
 _RECOMPUTED: dict[RecomputeMode, str] = {
     "none": "nothing is recomputed",
     "full": "half-layers keep their inputs and the experts' results",
@@ -252,7 +259,7 @@ def _header(config: Config, plan: PlanReport) -> list[str]:
         f" {plan.transfers_per_step:,} transfers, bubble {plan.bubble_fraction:.1%}"
         " (op times as FLOPs, free transfers)",
         f"{train.precision}, micro-batches of {train.micro_batch_size} x {train.seq_len:,} tokens,"
-        f" ac.mode {config.ac.mode}: {_RECOMPUTED[config.ac.mode]}{_other_modes(config)}",
+        f" ac.mode {config.ac.mode}: {_recomputed(config)}{_other_modes(config)}",
         *_fp8_text(config),
     ]
 

@@ -267,6 +267,15 @@ def test_remedies_fit_and_the_cheapest_comes_first():
     assert "no ac.mode and no offload make it fit" in out_of_memory_text(config, 0, 1000)
 
 
+def test_a_remedy_for_a_list_of_one_s_own_takes_the_list_away():
+    own = ("pp.size=2", "ac.mode=selective", 'ac.save=["projections", "attention"]')
+    config = tiny(*own)
+    changes = [r.change for r in remedies(config, 0, 0.99 * predict(config)[0].peak_bytes)]
+    (full_moe,) = (change for change in changes if "ac.mode=full_moe" in change)
+    assert full_moe == "ac.mode=full_moe ac.save=default"
+    tiny(*own, *full_moe.split(" "))
+
+
 ENOUGH_IN_FLIGHT = ("pp.size=4", "train.num_micro_batches=8", "train.precision=bf16")
 
 
