@@ -53,7 +53,8 @@ def calibrate(
     samples
         How often each thing is timed.
     modes
-        AC modes, separated by ','; by default the run's own and none.
+        AC modes, separated by ','; by default the run's own and none. selective saves what ac.save
+        names; selective:experts+attention has its own list.
     depths
         TWO,DEPTHS in layers: the marginal layer, and the whole model's step from it.
     transfer_bytes
@@ -71,6 +72,7 @@ def calibrate(
         Write rows with fewer than 100 samples, as assumed ones that say so.
     """
     from ppruntime.config import load, one_transport
+    from ppruntime.recompute import mode_name
 
     files, overrides = files_and_overrides(arguments)
     config = load(files, overrides)
@@ -133,8 +135,9 @@ def calibrate(
 
             beside = calibration_of(config, few_samples=few_samples, transport=transport)
             check_idle(read_calibration(idle), beside)
-    names = modes.split(",") if modes is not None else sorted({config.ac.mode, "none"})
-    configs = {name: load(files, [*overrides, f"ac.mode={name}"]) for name in names}
+    names = modes.split(",") if modes is not None else sorted({mode_name(config), "none"})
+    in_modes = [load(files, [*overrides, *_in_mode(name)]) for name in names]
+    configs = {mode_name(each): each for each in in_modes}
     sizes = _whole_numbers("--transfer-bytes", transfer_bytes)
     task = _Task(config, configs, ranks_started=started, samples=samples, few_samples=few_samples)
     if depths is not None:
@@ -148,6 +151,14 @@ def calibrate(
     if started > 1:
         return _on_ranks(task, lambda ranks: _transfers(task, ranks, out, sizes))
     return _on_ranks(task, lambda ranks: _units(task, ranks, out))
+
+
+def _in_mode(name: str) -> tuple[str, ...]:
+    """Overrides that put all layers into a mode; "selective" alone has the run's own list."""
+    from ppruntime.recompute import mode_overrides
+
+    found = ("ac.mode=selective",) if name == "selective" else mode_overrides(name)
+    return ("ac.layer_modes=default", *found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,7 +250,7 @@ def overrides(plan: Plan, config: Config) -> list[str]:
     lines = [f"pp.schedule={plan.order}", f"pp.layers_per_stage={_list(plan.layers_per_stage)}"]
     if plan.order in ("async_1f1b", "1f1b_w"):
         lines.append(f"pp.warmup_step={_list(plan.warmup)}")
-    lines += _mode_overrides(plan)
+    lines += _mode_overrides(plan, config)
     if any(stage.experts for stage in plan.stages):
         if config.moe.compute.backend == "torch":
             lines.append("moe.compute.backend=auto")
@@ -269,13 +269,18 @@ def left_out(plan: Plan) -> list[str]:
     ]
 
 
-def _mode_overrides(plan: Plan) -> list[str]:
-    """The mode of most layers, and those of the others."""
+def _mode_overrides(plan: Plan, config: Config) -> list[str]:
+    """The mode of most layers, those of the others, and the list of what is saved: the config's."""
+    from ppruntime.recompute import mode_overrides
+
     halves: dict[str, list[str]] = {}
+    saves = "ac.save=default"
     for stage in plan.stages:
-        for unit, mode in zip(stage.units, stage.modes, strict=True):
+        for unit, name in zip(stage.units, stage.modes, strict=True):
             if unit.startswith("layers."):
-                halves.setdefault(unit.split(".")[1], []).append(mode)
+                mode, save = mode_overrides(name)
+                saves = save if ":" in name else saves
+                halves.setdefault(unit.split(".")[1], []).append(mode.removeprefix("ac.mode="))
     pairs = [tuple(modes) for modes in halves.values()]
     same = [modes[0] for modes in pairs if len(set(modes)) == 1]
     usual = max(sorted(set(same)), key=same.count) if same else "none"
@@ -284,7 +289,7 @@ def _mode_overrides(plan: Plan) -> list[str]:
         for layer, modes in halves.items()
         if set(modes) != {usual}
     )
-    lines = [f"ac.mode={usual}"]
+    lines = [f"ac.mode={usual}", *([] if config.ac.save is None else [saves])]
     return [*lines, f"ac.layer_modes={{{others}}}"] if others else lines
 
 

@@ -27,7 +27,7 @@ from ppruntime.models.dims import (
     UnitSpec,
     num_candidate_blocks,
 )
-from ppruntime.models.kernel_limits import AttentionOp
+from ppruntime.models.kernel_limits import AttentionOp, queries_at_once
 from ppruntime.models.save_points import SavePoint
 
 _FP32, _INT64, _INT32, _BOOL = 4, 8, 4, 1
@@ -130,6 +130,39 @@ def kept_results(
     return Kept(
         sum(result.num_bytes for result in found),
         sum(result.num_bytes for result in found if result.is_saved),
+    )
+
+
+def backward_workspace(
+    dims: ModelDims,
+    spec: UnitSpec,
+    batch: int,
+    seq_len: int,
+    dtype: str,
+    *,
+    attention_kernel: bool = False,
+) -> int:
+    """Bytes that the backward of one unit makes and frees again, at the most, beside what autograd
+    saved for it. Only the reference of sparse attention has much: 0 for all else, and with
+    `attention_kernel`.
+
+    It gathers every query's keys in fp32, block by block, and holds a block three times: the keys,
+    and their gradients as keys and as values. Beside them lie scores, row numbers, what the op is
+    given and gives, and the gradient of the streams around it.
+    """
+    if spec.kind is not UnitKind.ATTENTION or attention_kernel:
+        return 0
+    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
+    slots, width = _num_slots(run, spec), dims.head_dim
+    block = batch * min(seq_len, queries_at_once(batch, slots, width))
+    heads, in_block = run.tokens * dims.num_heads * width, block * dims.num_heads * width
+    return (
+        _FP32 * (3 * block * slots * width + block * dims.num_heads * slots)
+        + _INT64 * block * slots
+        # In fp32: weighted values and the gradient of q; in a low dtype a widened q, too.
+        + _FP32 * in_block
+        + run.copy(in_block)
+        + run.item * (in_block + 2 * heads + run.streams)
     )
 
 

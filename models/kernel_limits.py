@@ -1,4 +1,5 @@
-"""Which sizes attention's kernels take. Pure, so that a config is refused before torch loads."""
+"""Which sizes attention's kernels take, and how much its reference does at once. Pure, so that a
+config is refused before torch loads."""
 
 from __future__ import annotations
 
@@ -42,6 +43,14 @@ indexer's own kernels are not yet, and hold fewer scores)."""
 
 
 _MOST_PICKS = 2048
+_MAX_GATHERED = 1 << 26
+"""Elements of keys that the reference of sparse attention gathers at once (256 MiB in fp32)."""
+
+
+def queries_at_once(batch: int, slots: int, width: int) -> int:
+    """Queries of each of `batch` sequences that the reference of sparse attention does at once, if
+    each lists `slots` keys of `width` channels; a sequence may have fewer."""
+    return max(1, _MAX_GATHERED // max(1, batch * slots * width))
 
 
 def misfit(op: AttentionOp, backend: Backend, dims: ModelDims) -> str | None:

@@ -26,6 +26,14 @@ class SavePoint(StrEnum):
     or `index_*`."""
 
 
+def points_in(*, is_moe: bool, has_engram: bool) -> frozenset[SavePoint]:
+    """The save points that there are in one half of a layer."""
+    if is_moe:
+        return frozenset({SavePoint.EXPERTS, SavePoint.PROJECTIONS})
+    found = {SavePoint.PROJECTIONS, SavePoint.ATTENTION}
+    return frozenset(found | ({SavePoint.ENGRAM} if has_engram else set()))
+
+
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_scaled_mm"})
 _NAMESPACE = "ppruntime::"
 

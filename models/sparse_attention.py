@@ -14,10 +14,8 @@ from torch import Tensor
 
 from ppruntime.models.documents import take_rows
 from ppruntime.models.keep_inputs import named_op
+from ppruntime.models.kernel_limits import queries_at_once
 from ppruntime.models.precision import widened
-
-_MAX_GATHERED = 1 << 26
-"""Elements of gathered keys up to which all queries are done at once (256 MiB in fp32)."""
 
 
 def sparse_attention(q_BTHK: Tensor, keys_BNK: Tensor, slots_BTW: Tensor, sink_H: Tensor) -> Tensor:
@@ -73,8 +71,7 @@ class _SparseAttention(torch.autograd.Function):
 
 def _blocks(q_BTHK: Tensor, slots_BTW: Tensor) -> Iterator[slice]:
     """Queries that are done at once; one empty block where there are none."""
-    per_query = slots_BTW.shape[0] * slots_BTW.shape[2] * q_BTHK.shape[3]
-    size = max(1, _MAX_GATHERED // max(1, per_query))
+    size = queries_at_once(slots_BTW.shape[0], slots_BTW.shape[2], q_BTHK.shape[3])
     for start in range(0, max(1, q_BTHK.shape[1]), size):
         yield slice(start, start + size)
 

@@ -15,9 +15,10 @@ from ppruntime.config.keys import Config
 from ppruntime.experts.arena_bytes import arena_bytes
 from ppruntime.master_moments import master_moments
 from ppruntime.memory import (
+    BackwardPeak,
     StateBytes,
     activation_bytes,
-    first_backward,
+    backward_peak,
     gradient_bytes,
     holdings,
     sharded_master_bytes,
@@ -49,8 +50,8 @@ class Moment:
     op: str
     """Its text, `UPDATE` or `WARM_UP`."""
     activations: int
-    """Kept from forwards for backwards, at the op's end if it is a forward, else at its start; in a
-    stage's first backward, where there is the most."""
+    """Kept from forwards for backwards, at the op's end if it is a forward; in a backward where
+    there is the most, in put-off weight gradients at the start."""
     recompute: int
     """Made anew by the op's recompute."""
     masters_away: int = 0
@@ -58,7 +59,8 @@ class Moment:
     sums_to_come: int = 0
     """Gradient sums that no backward has begun to make."""
     workspaces: int = 0
-    """Buffers in which gradients are reduced."""
+    """What a backward's largest operation makes and frees again; buffers in which gradients are
+    reduced."""
     absent: Mapping[str, int] = field(default_factory=dict)
     """Other bytes of the rows that last through a step that are not there, by row."""
 
@@ -211,37 +213,41 @@ def _moments(
     applied = {op.stage: op for op in ops} if config.optim.apply_in_backward else {}
     held = away = 0
     to_come = {index: part.gradients for index, part in state.items()}
-    firsts = {stage.index: first_backward(config, stage) for stage in own}
+    peaks = _BackwardPeaks(config, own)
     done: list[StagePlan] = []
     gone = reduction_end(config, done, applied=True)
     for op in ops:
         stage, kind = stages[op.stage], op.kind
-        again = freed = still_to_come = 0
+        peak = BackwardPeak(0, 0, 0, 0)
         if op in leave:
             away += masters[op.stage]
         if kind is Kind.F:
             held += stage.held_bytes
         elif kind in (Kind.B, Kind.I):
-            again = stage.recompute_bytes
-            if to_come.pop(op.stage, None) is not None and kind is Kind.B:
-                first = firsts[op.stage]
-                freed, again = first.freed, first.recompute
-                still_to_come = first.sums_to_come
+            peak = peaks.of(op, is_first=to_come.pop(op.stage, None) is not None)
         elif kind is Kind.OFFLOADED:
             held -= stage.leaving_bytes
         elif kind is Kind.RELOAD:
             held += stage.leaving_bytes
-        coming = sum(to_come.values()) + still_to_come
-        here = Moment(str(op), held - freed, again, away, coming, 0, _absent(gone))
+        coming = sum(to_come.values())
+        here = Moment(
+            str(op),
+            held - peak.freed,
+            peak.recompute,
+            away,
+            coming + peak.sums_to_come,
+            peak.workspace,
+            _absent(gone),
+        )
         if kind in (Kind.B, Kind.W):
             held -= stage.held_bytes
         if op in through:
             away -= masters[op.stage]
         if applied.get(op.stage) == op:
             (ending,) = (each for each in own if each.index == op.stage)
-            peak = reduction_peak(config, [ending], applied=True)
-            absent = _absent(gone, peak)
-            reduced = Moment(str(op), held, 0, away, coming - still_to_come, peak.buffer, absent)
+            reduction = reduction_peak(config, [ending], applied=True)
+            absent = _absent(gone, reduction)
+            reduced = Moment(str(op), held, 0, away, coming, reduction.buffer, absent)
             here = max(here, reduced, key=lambda moment: moment.total)
             done.append(ending)
             gone = reduction_end(config, done, applied=True)
@@ -251,8 +257,25 @@ def _moments(
     if applied:
         yield Moment(UPDATE, 0, 0, absent=_absent(gone))
     else:
-        peak = reduction_peak(config, own)
-        yield Moment(UPDATE, 0, 0, workspaces=peak.buffer, absent=_absent(peak))
+        reduction = reduction_peak(config, own)
+        yield Moment(UPDATE, 0, 0, workspaces=reduction.buffer, absent=_absent(reduction))
+
+
+class _BackwardPeaks:
+    """Peaks of the backwards of a rank's stages, each worked out once."""
+
+    def __init__(self, config: Config, own: Sequence[StagePlan]) -> None:
+        self._config = config
+        self._own = {stage.index: stage for stage in own}
+        self._found: dict[tuple[int, Kind, bool], BackwardPeak] = {}
+
+    def of(self, op: Op, *, is_first: bool) -> BackwardPeak:
+        """That of the op, a B or an I. The sums that a first I makes are all counted."""
+        key = op.stage, op.kind, is_first and op.kind is Kind.B
+        if key not in self._found:
+            frees, stage = op.kind is Kind.B, self._own[op.stage]
+            self._found[key] = backward_peak(self._config, stage, is_first=key[2], frees=frees)
+        return self._found[key]
 
 
 def _absent(*reductions: Reduction) -> dict[str, int]:
@@ -275,12 +298,13 @@ def _warm_ups(
     for stage in own:
         received = boundary_of(config, cuts[stage.index - 1]) if stage.index else 0
         returned = gradient_bytes(config, stage.after) if stage.index + 1 < len(cuts) else 0
-        part, first = state[stage.index], first_backward(config, stage)
+        part, first = state[stage.index], backward_peak(config, stage, is_first=True)
         yield Moment(
             WARM_UP,
             received + activation_bytes(config, stage) + returned - first.freed,
             first.recompute,
             sums_to_come=first.sums_to_come,
+            workspaces=first.workspace,
             absent={
                 WEIGHTS: ledger.weights
                 - _whole_weights(config, own)

@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ppruntime.config.keys import Config
-from ppruntime.models.activation_bytes import Kept, kept_fields, kept_results, saved_bytes
+from ppruntime.models.activation_bytes import (
+    Kept,
+    backward_workspace,
+    kept_fields,
+    kept_results,
+    saved_bytes,
+)
 from ppruntime.models.dims import (
     DTYPE_BYTES,
     ModelDims,
@@ -235,29 +241,68 @@ def recompute_bytes(config: Config, stage: StagePlan) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstBackward:
-    """Where a stage's first backward holds the most, in bytes. It goes unit by unit: behind it
-    activations are freed and sums made, ahead of it activations wait and there are no sums yet."""
+class BackwardPeak:
+    """Where a backward of a stage holds the most, in bytes. It goes unit by unit: behind it
+    activations are freed and sums made, ahead of it activations wait."""
 
     freed: int
     """Of the micro-batch's activations."""
     recompute: int
     """Made again by the unit that is computed."""
+    workspace: int
+    """What that unit's backward makes and frees again."""
     sums_to_come: int
+    """Of gradients, in the stage's first backward: there are none yet ahead of it."""
+
+    @property
+    def more(self) -> int:
+        """Beside all activations and sums."""
+        return self.recompute + self.workspace - self.freed - self.sums_to_come
 
 
-def first_backward(config: Config, stage: StagePlan) -> FirstBackward:
-    """The first of the moments with the most. A unit's sums and activations count together."""
+def backward_peak(
+    config: Config, stage: StagePlan, *, is_first: bool = False, frees: bool = True
+) -> BackwardPeak:
+    """The first of the moments with the most, of the stage's first backward or of a later one.
+    Unless it `frees`, the micro-batch's activations stay to its end: put-off weight gradients read
+    many of them.
+
+    A unit counts twice: with its sums, and before it makes most of them, with its workspace. Where
+    there are sums already nothing is known to come on top at the start, and that is taken for the
+    moment of the largest recompute.
+    """
     kept, moments = activation_bytes(config, stage), []
     to_come = sum(held.sums for spec in stage.units for held in holdings(config, stage, spec))
     for i, spec in reversed([*enumerate(stage.units)]):
         up_to_here = replace(stage, units=stage.units[: i + 1])
-        to_come -= sum(held.sums for held in holdings(config, stage, spec))
-        freed = kept - activation_bytes(config, up_to_here)
+        freed = kept - activation_bytes(config, up_to_here) if frees else 0
         again = recompute_bytes(config, replace(stage, units=(spec,)))
-        moments.append(FirstBackward(freed, again, to_come))
-    none = FirstBackward(0, 0, 0)
-    return max(moments, key=lambda m: m.recompute - m.freed - m.sums_to_come, default=none)
+        work = _workspace_bytes(config, spec)
+        later = to_come - _output_sums(config, stage, spec)
+        to_come -= sum(held.sums for held in holdings(config, stage, spec))
+        if is_first:
+            moments += [BackwardPeak(freed, again, work, later)] if work else []
+            moments.append(BackwardPeak(freed, again, 0, to_come))
+        else:
+            moments += [BackwardPeak(0, again, 0, 0), BackwardPeak(freed, again, work, 0)]
+    return max(moments, key=lambda moment: moment.more, default=BackwardPeak(0, 0, 0, 0))
+
+
+def _output_sums(config: Config, stage: StagePlan, spec: UnitSpec) -> int:
+    """Gradient sums that the unit's backward makes before that of sparse attention."""
+    parameters = unit_parameters(config.model.dims, spec)
+    held = zip(parameters, holdings(config, stage, spec), strict=True)
+    return sum(h.sums for p, h in held if p.name.startswith("attention.o_"))
+
+
+def workspace_bytes(config: Config, stage: StagePlan) -> int:
+    """What the backward of one unit of the stage makes and frees again, at the most."""
+    return max((_workspace_bytes(config, spec) for spec in stage.units), default=0)
+
+
+def _workspace_bytes(config: Config, spec: UnitSpec) -> int:
+    attention_kernel = AttentionOp.ATTENTION in _attention_kernels(config)
+    return backward_workspace(*_case(config, spec), attention_kernel=attention_kernel)
 
 
 def gradient_bytes(config: Config, after: UnitSpec) -> int:

@@ -21,6 +21,7 @@ from ppruntime.memory import (
     lookup_bytes,
     recompute_bytes,
     state_bytes,
+    workspace_bytes,
 )
 from ppruntime.models.dims import boundary_bytes, counts, forward_flops_per_token, unit_specs
 from ppruntime.models.fp8_linear_rules import fp8_linears
@@ -60,6 +61,9 @@ class StageReport:
     """Of all micro-batches in flight at the stage's peak, beside what lies in receive buffers."""
     recompute_bytes: int
     """What the backward of the largest recomputed half-layer makes anew."""
+    workspace_bytes: int
+    """What the largest operation of a backward makes and frees again: the reference's sparse
+    attention's; others are not known."""
     slot_bytes: int
     """Receive buffers for activations and gradients from other ranks, and for Engram rows."""
     host_bytes: int
@@ -82,6 +86,7 @@ class StageReport:
             + self.optimizer_bytes
             + self.activation_bytes
             + self.recompute_bytes
+            + self.workspace_bytes
             + self.slot_bytes
         )
         return max(ops, self.update_bytes)
@@ -100,6 +105,8 @@ class RankReport:
     """At the moment when the rank holds the most; its stages' peaks may come at other moments."""
     recompute_bytes: int
     """The largest of its stages': one backward runs at a time."""
+    workspace_bytes: int
+    """As of a stage, and the largest of them."""
     slot_bytes: int
     """Its stages', and the arenas of dispatcher mega_moe."""
     update_bytes: int
@@ -200,6 +207,13 @@ def plan_text(config: Config) -> str:
     return "\n".join([*lines, "", *_LEGEND])
 
 
+def _recomputed(config: Config) -> str:
+    """What half-layers in `ac.mode` keep."""
+    if config.ac.mode == "selective":
+        return f"half-layers keep inputs and the results of {', '.join(config.ac.save or ())}"
+    return _RECOMPUTED[config.ac.mode]
+
+
 _RECOMPUTED: dict[RecomputeMode, str] = {
     "none": "nothing is recomputed",
     "full": "half-layers keep their inputs and the experts' results",
@@ -213,8 +227,9 @@ _LEGEND = (
     "load: training FLOPs, in parts of the busiest stage's; sends: forward, per micro-batch",
     "bytes of one rank, by the model's sizes. grads: fp32 sums; optim: masters and moments;"
     " acts: saved for the backward",
-    "by all micro-batches in flight at the peak; again: the largest half-layer that is recomputed;"
-    " slots: receive buffers;",
+    "by all micro-batches in flight at the peak; again: the largest half-layer that is recomputed,"
+    " and what the",
+    "reference's sparse attention takes in its backward; slots: receive buffers;",
     "total: all columns together, or what is there behind the last op while gradients are reduced,"
     " if that is more",
 )
@@ -226,7 +241,7 @@ def _byte_cells(part: StageReport | RankReport) -> tuple[str, ...]:
         part.gradient_bytes,
         part.optimizer_bytes,
         part.activation_bytes,
-        part.recompute_bytes,
+        part.recompute_bytes + part.workspace_bytes,
         part.slot_bytes,
         part.total_bytes,
     )
@@ -244,7 +259,7 @@ def _header(config: Config, plan: PlanReport) -> list[str]:
         f" {plan.transfers_per_step:,} transfers, bubble {plan.bubble_fraction:.1%}"
         " (op times as FLOPs, free transfers)",
         f"{train.precision}, micro-batches of {train.micro_batch_size} x {train.seq_len:,} tokens,"
-        f" ac.mode {config.ac.mode}: {_RECOMPUTED[config.ac.mode]}{_other_modes(config)}",
+        f" ac.mode {config.ac.mode}: {_recomputed(config)}{_other_modes(config)}",
         *_fp8_text(config),
     ]
 
@@ -290,6 +305,7 @@ def _stages(
                 optimizer_bytes=state.optimizer - masters[s] + held.masters,
                 activation_bytes=held.activations,
                 recompute_bytes=recompute_bytes(config, stage),
+                workspace_bytes=workspace_bytes(config, stage),
                 slot_bytes=slots,
                 host_bytes=host_bytes(config, order, leaving, masters)
                 + host_table_bytes(config, stage),
@@ -324,6 +340,7 @@ def _rank(
     optimizer = all_optimizer + held.masters - sum(masters.values())
     activations = held.activations
     recompute = max(s.recompute_bytes for s in stages)
+    workspace = max(s.workspace_bytes for s in stages)
     slots = sum(s.slot_bytes for s in stages) + arena_bytes(config)
     update = weights + gradients + all_optimizer + slots + _reduction(config, plan)
     if config.optim.apply_in_backward and len(plan) > 1:
@@ -336,9 +353,12 @@ def _rank(
         optimizer_bytes=optimizer,
         activation_bytes=activations,
         recompute_bytes=recompute,
+        workspace_bytes=workspace,
         slot_bytes=slots,
         update_bytes=update,
-        total_bytes=max(weights + gradients + optimizer + activations + recompute + slots, update),
+        total_bytes=max(
+            weights + gradients + optimizer + activations + recompute + workspace + slots, update
+        ),
         host_bytes=host_bytes(config, order, leaving, masters)
         + sum(host_table_bytes(config, stage) for stage in plan),
     )

@@ -9,19 +9,25 @@ Pure; no torch. The modes, by the half layer they are set for:
     projections   projections, experts                    that of matmul, and sparse attention
     full          experts                                 all else
     full_moe      -                                       all, dispatch and experts included
+    selective     what `ac.save` names                    all else
 
 "Kept" comes on top of the half's inputs. Experts: the rows that reached them, their two products
 and what came back, so that neither a message nor an expert's product is repeated. Engram's rows and
 their projection are kept in every mode, unless `recompute_engram` gives them up where the mode is
-full or full_moe. What belongs to which is said by op names in `models/save_points.py`. Embedding
-and head are never recomputed.
+full or full_moe; selective keeps them if the list has them. What belongs to which is said by op
+names in `models/save_points.py`. Embedding and head are never recomputed.
 """
 
 from __future__ import annotations
 
-from ppruntime.config.keys import Config, RecomputeMode
+from typing import get_args
+
+from msgspec import convert
+from msgspec.structs import replace
+
+from ppruntime.config.keys import ActivationCheckpointing, Config, RecomputeMode
 from ppruntime.models.dims import ForwardFlops, UnitKind, UnitSpec, forward_flops_per_token
-from ppruntime.models.save_points import SavePoint
+from ppruntime.models.save_points import SavePoint, points_in
 
 _KEPT: dict[RecomputeMode, frozenset[SavePoint]] = {
     "full_moe": frozenset(),
@@ -30,18 +36,57 @@ _KEPT: dict[RecomputeMode, frozenset[SavePoint]] = {
     "attention": frozenset({SavePoint.EXPERTS, SavePoint.ATTENTION}),
     "matmul": frozenset({SavePoint.EXPERTS, SavePoint.PROJECTIONS, SavePoint.ATTENTION}),
 }
-_IN_HALF = {
-    UnitKind.ATTENTION: {SavePoint.ENGRAM, SavePoint.PROJECTIONS, SavePoint.ATTENTION},
-    UnitKind.MOE: {SavePoint.EXPERTS, SavePoint.PROJECTIONS},
-}
+_MAY_LEAVE_ENGRAM = ("full", "full_moe")
+_SELECTIVE: RecomputeMode = "selective"
+_LIST = f"{_SELECTIVE}:"
 
 
 def mode_of(config: Config, spec: UnitSpec) -> RecomputeMode:
     """The mode of a unit: its layer's, else `ac.mode`; "none" for embedding and head."""
-    if spec.kind not in _IN_HALF:
+    if spec.layer is None:
         return "none"
     found = (config.ac.layer_modes or {}).get(str(spec.layer), config.ac.mode)
     return found if isinstance(found, str) else found[spec.kind is UnitKind.MOE]
+
+
+def mode_name(config: Config, spec: UnitSpec | None = None) -> str:
+    """The mode of a unit, else `ac.mode`, as rows of a calibration have it: selective with its
+    list, in one order, since other lists are other modes: "selective:experts+attention"."""
+    mode = config.ac.mode if spec is None else mode_of(config, spec)
+    if mode != _SELECTIVE:
+        return mode
+    return _LIST + "+".join(point for point in SavePoint if point in _saved(config))
+
+
+def is_mode_name(name: str) -> bool:
+    """Whether `mode_name` gives such names."""
+    mode, _, listed = name.partition(":")
+    if mode != _SELECTIVE:
+        return name in get_args(RecomputeMode)
+    points = listed.split("+")
+    return points == [point for point in SavePoint if point in points]
+
+
+def in_mode(config: Config, name: str) -> Config:
+    """The config with that mode, named as by `mode_name`, for all its layers."""
+    assert is_mode_name(name), f"{name} is no mode"
+    mode, _, listed = name.partition(":")
+    save = tuple(listed.split("+")) if listed else None
+    ac = convert({"mode": mode, "save": save}, ActivationCheckpointing)
+    given_up = config.ac.recompute_engram and mode in _MAY_LEAVE_ENGRAM
+    return replace(config, ac=replace(ac, recompute_engram=given_up))
+
+
+def mode_overrides(name: str) -> tuple[str, ...]:
+    """`in_mode` as texts of a command line, `layer_modes` and `recompute_engram` apart."""
+    mode, _, listed = name.partition(":")
+    quoted = ", ".join(f'"{point}"' for point in listed.split("+"))
+    return f"ac.mode={mode}", f"ac.save=[{quoted}]" if listed else "ac.save=default"
+
+
+def _saved(config: Config) -> frozenset[SavePoint]:
+    """What `ac.save` names."""
+    return frozenset(map(SavePoint, config.ac.save or ()))
 
 
 def kept_points(config: Config, spec: UnitSpec) -> frozenset[SavePoint] | None:
@@ -49,11 +94,13 @@ def kept_points(config: Config, spec: UnitSpec) -> frozenset[SavePoint] | None:
     mode = mode_of(config, spec)
     if mode == "none":
         return None
-    kept = set(_KEPT[mode])
-    if spec.engram_parameters and not (config.ac.recompute_engram and mode in ("full", "full_moe")):
-        kept.add(SavePoint.ENGRAM)
-    there = _IN_HALF[spec.kind] - ({SavePoint.ENGRAM} if not spec.engram_parameters else set())
-    return frozenset(kept & there)
+    there = points_in(is_moe=spec.kind is UnitKind.MOE, has_engram=spec.engram_parameters > 0)
+    if mode == _SELECTIVE:
+        return _saved(config) & there
+    kept = _KEPT[mode]
+    if not (config.ac.recompute_engram and mode in _MAY_LEAVE_ENGRAM):
+        kept |= {SavePoint.ENGRAM}
+    return kept & there
 
 
 def repeated_flops(config: Config, spec: UnitSpec) -> ForwardFlops:

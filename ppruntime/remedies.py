@@ -95,7 +95,8 @@ class _Knob:
 
     @property
     def change(self) -> str:
-        return " ".join(f"{key}={str(value).lower()}" for key, value in self.values)
+        texts = ((key, "default" if value is None else value) for key, value in self.values)
+        return " ".join(f"{key}={str(value).lower()}" for key, value in texts)
 
     def turn(self, config: Config) -> Config:
         for key, value in self.values:
@@ -110,9 +111,11 @@ _MODES: tuple[RecomputeMode, ...] = ("matmul", "attention", "projections", "full
 
 def _knobs(config: Config) -> Iterator[_Knob]:
     """What may help, by kind; whether it does and whether it is allowed is seen later."""
+    # A list that no layer's mode reads would be refused.
+    lists = () if config.ac.save is None else (("ac.save", None),)
     for mode in _MODES:
         if config.ac.mode != mode:
-            yield _Knob("ac", (("ac.mode", mode),))
+            yield _Knob("ac", (("ac.mode", mode), *lists))
     pp, train = config.pp, config.train
     moving = (("pp.activation_offload", True),) if not pp.activation_offload else ()
     if moving:

@@ -50,7 +50,11 @@ PAIR_SCHEDULES = frozenset({"dualpipe_v"})
 """Orders whose steady state is pairs, a forward of one chunk and a backward of the other."""
 LOOP_SCHEDULES = frozenset({"interleaved_1f1b", "interleaved_zb1p"})
 """Orders with several stages per rank, stage s on rank s mod P."""
-RecomputeMode: TypeAlias = Literal["none", "full", "full_moe", "projections", "attention", "matmul"]
+RecomputeMode: TypeAlias = Literal[
+    "none", "full", "full_moe", "projections", "attention", "matmul", "selective"
+]
+SaveName: TypeAlias = Literal["experts", "engram", "projections", "attention"]
+"""A `save_points.SavePoint`, as a config writes it."""
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -301,7 +305,14 @@ class ActivationCheckpointing(Section, frozen=True):
     """What every half layer keeps beside its inputs. none: all, nothing is recomputed. full: what
     the routed experts got and gave. full_moe: nothing, experts run and send again. projections: as
     full, and the products with weights. attention: as full, and sparse attention's results. matmul:
-    as full, and both. All else is computed again in the backward. Default: the fastest. Bitwise."""
+    as full, and both. selective: what save names. All else is computed again in the backward.
+    Default: the fastest. Bitwise."""
+    save: tuple[SaveName, ...] | None = None
+    """Where the mode is selective, the results that are kept, and no others. experts: rows sent to
+    routed experts, their products and what comes back; left out, rows are sent again and experts
+    run again. engram: Engram's rows and their projection. projections: the products with weights of
+    all dense layers. attention: sparse attention's results, and what an indexer kernel picks.
+    Default: the other modes say it. Bitwise."""
     recompute_engram: bool = False
     """Where the mode is full or full_moe, do not keep Engram's rows and their projection either.
     Bitwise."""

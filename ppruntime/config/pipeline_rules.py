@@ -6,8 +6,16 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from ppruntime.config.errors import ConfigError, show
-from ppruntime.config.keys import LOOP_SCHEDULES, PAIR_SCHEDULES, V_SCHEDULES, Config, Pipeline
+from ppruntime.config.keys import (
+    LOOP_SCHEDULES,
+    PAIR_SCHEDULES,
+    V_SCHEDULES,
+    Config,
+    Pipeline,
+    RecomputeMode,
+)
 from ppruntime.config.rule import Broken, Rule, either
+from ppruntime.models.save_points import SavePoint, points_in
 
 _WARMUP_SCHEDULES = ("async_1f1b", "1f1b_w")
 _ON_CPU = frozenset({"gloo", "shared_memory"})
@@ -224,6 +232,14 @@ def _layer_modes(config: Config) -> Iterator[Broken]:
         )
 
 
+def _modes(config: Config, layer: int) -> tuple[RecomputeMode, RecomputeMode]:
+    """Of attention and MoE."""
+    # Read here, so that no mode is made up where one of the keys was refused.
+    mode, others = config.ac.mode, config.ac.layer_modes
+    found = (others or {}).get(str(layer), mode)
+    return found if isinstance(found, tuple) else (found, found)
+
+
 def _recompute_engram(config: Config) -> Iterator[Broken]:
     ac, layers = config.ac, config.model.dims.engram_layers
     if not ac.recompute_engram:
@@ -232,10 +248,7 @@ def _recompute_engram(config: Config) -> Iterator[Broken]:
     if not layers:
         yield key, f"{key} = true has no effect: the model has no Engram; leave it out"
         return
-    modes = {
-        found if isinstance(found, str) else found[0]
-        for found in ((ac.layer_modes or {}).get(str(layer), ac.mode) for layer in layers)
-    }
+    modes = {_modes(config, layer)[0] for layer in layers}
     if not modes & {"full", "full_moe"}:
         names = ", ".join(map(show, sorted(modes)))
         yield (
@@ -243,6 +256,48 @@ def _recompute_engram(config: Config) -> Iterator[Broken]:
             f"{key} = true has no effect on layers whose mode is {names}; leave it out, or use "
             f'"full" or "full_moe" for one of the layers {", ".join(map(str, layers))}',
         )
+
+
+def _saved_names(config: Config) -> Iterator[Broken]:
+    key, ac, dims = "ac.save", config.ac, config.model.dims
+    halves = [
+        points_in(is_moe=is_moe, has_engram=layer in dims.engram_layers)
+        for layer in range(dims.num_layers)
+        for is_moe, mode in zip((False, True), _modes(config, layer), strict=True)
+        if mode == "selective"
+    ]
+    there = frozenset[SavePoint]().union(*halves)
+    names = ", ".join(show(point) for point in SavePoint if point in there)
+    if ac.save is None:
+        if halves:
+            yield (
+                "ac.mode" if ac.mode == "selective" else "ac.layer_modes",
+                f'the mode "selective" keeps what {key} names, and {key} is not set; set it to a '
+                f"list of some of {names}",
+            )
+        return
+    if not halves:
+        yield (
+            key,
+            f'{key} = {show(ac.save)} has no effect without the mode "selective"; leave it out, or '
+            'set ac.mode = "selective"',
+        )
+        return
+    if not ac.save:
+        yield (
+            key,
+            f'{key} = [] names nothing; name some of {names}, or use ac.mode = "full_moe", which '
+            "keeps nothing but Engram's rows",
+        )
+    for name in sorted(set(ac.save)):
+        if name not in there:
+            yield (
+                key,
+                f'{key} names {show(name)}, which no half-layer in mode "selective" has; those '
+                f"have {names}",
+            )
+        elif ac.save.count(name) > 1:
+            yield key, f"{key} names {show(name)} {ac.save.count(name)} times; name it once"
 
 
 PIPELINE_RULES: tuple[Rule, ...] = (
@@ -256,4 +311,5 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     _overlapping_pairs,
     _layer_modes,
     _recompute_engram,
+    _saved_names,
 )

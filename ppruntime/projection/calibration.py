@@ -17,6 +17,7 @@ import msgspec
 
 from ppruntime.models.dims import ModelDims, Role, UnitKind, UnitSpec
 from ppruntime.projection.projector import Origin, ProjectionError, weakest
+from ppruntime.recompute import is_mode_name
 
 LEAST_SAMPLES = 100
 """A measured row with fewer says too little about a median and a 95th percentile."""
@@ -62,7 +63,7 @@ class UnitTimes(OpTimes, frozen=True, kw_only=True):
     unit: str
     """As `unit_type` names it."""
     ac_mode: str
-    """As `ac.mode` of a run."""
+    """As `recompute.mode_name` has it: `ac.mode` of a run, "selective" with its list."""
 
 
 class TransferTimes(Row, frozen=True, kw_only=True):
@@ -297,6 +298,11 @@ def _problem(found: Calibration) -> str | None:
                 return (
                     f"{place}.unit is {row.unit!r}, which no model has; write such as "
                     "attention.reuse.ratio2, moe.routed, embed or head"
+                )
+            if isinstance(row, UnitTimes | HeldBytes) and not is_mode_name(row.ac_mode):
+                return (
+                    f"{place}.ac_mode is {row.ac_mode!r}, which no run has; write such as full, or "
+                    "selective:experts+attention, in this order"
                 )
             if isinstance(row, HeldBytes) and row.num_bytes < 0:
                 return f"{place}.num_bytes is {row.num_bytes}; give 0 or more"

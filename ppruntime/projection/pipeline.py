@@ -25,7 +25,7 @@ from ppruntime.projection.calibration import (
     unit_type,
 )
 from ppruntime.projection.projector import Job, Origin, Pace, ProjectionError, weakest
-from ppruntime.recompute import mode_of
+from ppruntime.recompute import mode_name
 from ppruntime.schedules.costs import Costs, Hops, StageBytes
 from ppruntime.schedules.ops import COMPUTE, Kind, Op, Schedule
 from ppruntime.schedules.timeline import Timeline, simulate
@@ -325,7 +325,7 @@ def _known(config: Config, spec: UnitSpec, calibration: Calibration | None) -> P
 
 def _mode(config: Config, spec: UnitSpec) -> str:
     """The mode of a half-layer's row; embedding and head have the run's."""
-    return config.ac.mode if spec.layer is None else mode_of(config, spec)
+    return mode_name(config, None if spec.layer is None else spec)
 
 
 def _from_flops(config: Config, spec: UnitSpec, efficiency: float | None, peak: float) -> Piece:

@@ -17,6 +17,7 @@ from ppruntime.projection.kernel_records import Kernels
 from ppruntime.projection.pipeline import check_fits
 from ppruntime.projection.planner_task import Choice, ExpertUse, PlannedUnit, Task, Variant
 from ppruntime.projection.projector import Origin, ProjectionError, weakest
+from ppruntime.recompute import in_mode, mode_name
 
 
 def task_of(
@@ -106,7 +107,13 @@ def _state(config: Config, compute: ExpertCompute, spec: UnitSpec) -> float:
 
 def _unit(config: Config, calibration: Calibration, spec: UnitSpec) -> PlannedUnit:
     kind = unit_type(config.model.dims, spec)
-    rows = [row for row in calibration.units if row.unit == kind]
+    # A config has one list of what is saved, so a plan cannot mix two: rows of others stay out.
+    lists = {mode_name(config, half) for half in unit_specs(config.model.dims)}
+    rows = [
+        row
+        for row in calibration.units
+        if row.unit == kind and (":" not in row.ac_mode or row.ac_mode in lists)
+    ]
     if not rows:
         raise ProjectionError(
             f"the calibration has no unit {kind}, which {spec.name} needs; calibrate it"
@@ -121,7 +128,9 @@ def _unit(config: Config, calibration: Calibration, spec: UnitSpec) -> PlannedUn
                 row.forward_s,
                 row.input_grad_s,
                 row.weight_grad_s,
-                held.get(row.ac_mode, float(activation_bytes(config, alone))),
+                held[row.ac_mode]
+                if row.ac_mode in held
+                else float(activation_bytes(in_mode(config, row.ac_mode), alone)),
             )
             for row in rows
         ),

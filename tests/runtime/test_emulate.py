@@ -150,11 +150,13 @@ def test_a_units_calibration_has_a_row_for_each_kind_and_mode_and_projects(tmp_p
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     out = tmp_path / "units.json"
     run = [str(TINY), "train.seq_len=8", "train.micro_batch_size=1", "data.type=counting"]
-    options = ["--out", str(out), "--samples", "1", "--few-samples", "--modes", "none"]
-    assert main(["calibrate", *run, *options]) == 0
+    options = ["--out", str(out), "--samples", "1", "--few-samples", "--modes"]
+    run += ["ac.mode=selective", 'ac.save=["attention"]', 'ac.layer_modes={"2" = "selective"}']
+    assert main(["calibrate", *run, *options, "none,selective"]) == 0
     known = read_calibration(out)
     config = load([TINY], ["train.seq_len=8", "train.micro_batch_size=1"])
     kinds = {(row.unit, row.ac_mode) for row in known.units}
+    assert {mode for _, mode in kinds} == {"none", "selective:attention"}
     assert kinds == {(row.unit, row.ac_mode) for row in known.memory}
     plan = cut(config.model.dims, range(4), None, seq_len=8)
     costs = stage_costs(config, plan, calibration=known, efficiency=None, gpu_flops=1e12)

@@ -174,6 +174,13 @@ MODES = {
     "projections": ["ac.mode=projections"],
     "attention": ["ac.mode=attention"],
     "matmul": ["ac.mode=matmul"],
+    "products": ["ac.mode=selective", 'ac.save=["projections"]'],
+    "two": ["ac.mode=selective", 'ac.save=["attention", "experts"]'],
+    "selective pairs": [
+        "ac.mode=full",
+        'ac.save=["experts", "engram"]',
+        'ac.layer_modes={"0" = ["none", "selective"], "1" = "selective"}',
+    ],
     "pairs": [
         "ac.mode=full_moe",
         'ac.layer_modes={"0" = ["none", "matmul"], "2" = ["attention", "none"], "5" = "full"}',
@@ -184,7 +191,9 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("model", "precision"), [("tiny", "fp32"), ("tiny-v4", "bf16")])
 def test_a_micro_batch_in_flight_holds_the_planned_bytes(model, precision, mode):
-    overrides = MODES[mode] if model == "tiny" else MODES[mode][:1]
+    # V4 has no Engram.
+    is_for_both = MODES[mode][0] == "ac.mode=selective"
+    overrides = MODES[mode] if model == "tiny" or is_for_both else MODES[mode][:1]
     config = tiny(f"model.name={model}", f"train.precision={precision}", *overrides)
     dims, tokens = config.model.dims, random_tokens(config)
     # A stage that ends in the middle of shared keys, one without units, one that only reads.
@@ -540,5 +549,7 @@ def test_the_ledger_has_the_plan_s_peak_with_every_knob(knobs):
     for ledger, rank in zip(predict(config), report(config).ranks, strict=True):
         # The plan counts all gradient sums throughout, the ledger from the first backward on.
         most = max(m.total + m.sums_to_come for m in ledger.moments)
-        assert ledger.through_the_step + most == rank.total_bytes >= ledger.peak_bytes
+        # It takes a backward's workspace for there at the start, the ledger when some are freed.
+        assert 0 <= rank.total_bytes - (ledger.through_the_step + most) < rank.workspace_bytes
+        assert ledger.peak_bytes <= rank.total_bytes
         assert sum(num_bytes for _, num_bytes in ledger.rows()) == ledger.peak_bytes

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,13 +19,13 @@ from ppruntime.models.dims import unit_specs
 from ppruntime.order import make_order
 from ppruntime.plan import cut
 from ppruntime.projection.calibrate_kernels import kernel_calibration
-from ppruntime.projection.calibration import unit_type
+from ppruntime.projection.calibration import UnitTimes, unit_type
 from ppruntime.projection.kernel_records import read_kernels
 from ppruntime.projection.planner import find_plans
 from ppruntime.projection.planner_inputs import expert_variants, task_of
 from ppruntime.projection.planner_task import Choice, ExpertUse, PlannedUnit, Task, Variant
 from ppruntime.projection.projector import ProjectionError
-from ppruntime.recompute import mode_of
+from ppruntime.recompute import mode_name, mode_of
 from ppruntime.schedules.counts import peak_in_flight
 
 FULL = Path(__file__).parents[2] / "launch" / "configs" / "v41-flash-pp16.toml"
@@ -285,6 +286,44 @@ def test_without_kernels_experts_are_used_as_the_config_says(compute, names):
         kept, freed = (variant.static_bytes for variant in found)
         assert kept - freed == 2 * block
         assert kept == pytest.approx(2 * block, rel=3e-4)  # scales beside them
+
+
+def test_a_plan_may_save_what_the_run_does_and_no_other_list():
+    few = ["parallel.dp=12", "train.num_micro_batches=48"]
+    own = ["ac.mode=selective", 'ac.save=["experts", "attention"]']
+    config = load([FULL], [*few, *own])
+    dims = config.model.dims
+    kinds = sorted({unit_type(dims, spec) for spec in unit_specs(dims)})
+    timed = {"origin": "measured", "source": "run 1", "samples": 100}
+    modes = ("none", "selective:experts+attention", "selective:projections")
+    units = tuple(
+        UnitTimes(
+            unit=kind,
+            ac_mode=mode,
+            forward_s=0.01,
+            input_grad_s=0.02 / (1 + number),
+            weight_grad_s=0.01,
+            **timed,
+        )
+        for number, mode in enumerate(modes)
+        for kind in kinds
+    )
+    known = kernel_calibration(config, read_kernels(BENCHES), "put")
+    known = msgspec.structs.replace(known, units=units, memory=())
+    options = {"memory_bytes": 1e15, "reserved_bytes": 0.0, "host_bytes_per_s": 0.0, "link": None}
+    task = task_of(config, known, **options)
+    without = task_of(load([FULL], few), known, **options)
+    for unit, plain in zip(task.units, without.units, strict=True):
+        assert [choice.mode for choice in unit.choices] == list(modes[:2])
+        assert unit.choices[:1] == plain.choices, "bytes are those of the row's mode"
+        assert not unit.is_half or unit.choices[0].held_bytes != unit.choices[1].held_bytes
+    (plan,) = find_plans(task, keep=1).plans
+    lines = overrides(plan, config)
+    assert {"ac.mode=selective", 'ac.save=["experts", "attention"]'} <= set(lines)
+    assert mode_name(load([FULL], [*few, *own, *lines])) == modes[1]
+    (other,) = find_plans(without, keep=1).plans
+    assert "ac.mode=none" in overrides(other, load([FULL], few))
+    assert "ac.save=default" in overrides(other, config), "else the run's list would be refused"
 
 
 def test_a_search_from_a_calibration_refuses_options_for_stages_by_number():

@@ -333,6 +333,22 @@ def test_stages_are_sums_of_unit_rows_and_what_lacks_is_filled_in_by_assumption(
     assert sum(piece.forward_s for piece in halves) == pytest.approx(3 * 0.3 + 2 * 0.5)
 
 
+def test_times_of_one_list_of_what_is_saved_are_not_those_of_another():
+    config, plan = full_plan("ac.mode=selective", 'ac.save=["attention", "experts"]')
+    kinds = {unit_type(config.model.dims, spec) for stage in plan for spec in stage.units}
+
+    def rows(mode: str, seconds: float) -> list[dict[str, object]]:
+        return [op_times(unit=kind, ac_mode=mode, forward_s=seconds) for kind in kinds]
+
+    others = [*rows("selective:attention", 7.0), *rows("attention", 8.0), *rows("none", 9.0)]
+    known = calibrated(units=others)
+    with pytest.raises(ProjectionError, match=r"with ac_mode selective:experts\+attention, which"):
+        stage_costs(config, plan, calibration=known, efficiency=None, gpu_flops=989e12)
+    known = calibrated(units=[*others, *rows("selective:experts+attention", 0.5)])
+    costs = stage_costs(config, plan, calibration=known, efficiency=None, gpu_flops=989e12)
+    assert {piece.forward_s for cost in costs for piece in cost.pieces} == {0.5}
+
+
 def test_an_efficiency_that_fills_in_nothing_is_refused():
     config, plan = full_plan()
     stages = [op_times(stage=s) for s in range(16)]
@@ -393,6 +409,10 @@ def test_times_of_something_else_are_refused(changes, text):
         (
             {"units": [op_times(unit="moe.router", ac_mode="full")]},
             "units[0].unit is 'moe.router', which no model has; write such as",
+        ),
+        (
+            {"units": [op_times(unit="head", ac_mode="selective:attention+experts")]},
+            "units[0].ac_mode is 'selective:attention+experts', which no run has; write such as",
         ),
         (
             {"per_step": [row(name="reduce", seconds=0.1, data_ranks=0)]},

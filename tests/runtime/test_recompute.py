@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pipelines import run_local
 from torch.utils._python_dispatch import TorchDispatchMode
 from whole_model import build_units, named_grads, random_batch, run
 
 from ppruntime.config import Config, ConfigError, dumps, load
+from ppruntime.config.keys import SaveName
+from ppruntime.ledger import predict
 from ppruntime.models.carry import MicroBatch
 from ppruntime.models.dims import UnitKind
 from ppruntime.models.linear import WeightGradQueue, set_queue
@@ -19,8 +26,16 @@ from ppruntime.models.save_points import SavePoint, point_of
 from ppruntime.models.units import Unit
 from ppruntime.order import make_order
 from ppruntime.plan import cut
-from ppruntime.plan_report import report
-from ppruntime.recompute import kept_points, mode_of, repeated_flops
+from ppruntime.plan_report import plan_text, report
+from ppruntime.recompute import (
+    in_mode,
+    is_mode_name,
+    kept_points,
+    mode_name,
+    mode_of,
+    mode_overrides,
+    repeated_flops,
+)
 from ppruntime.stage import Stage
 from ppruntime.wrap import wrap_units
 
@@ -31,6 +46,18 @@ PAIRS = (
     ' "3" = ["projections", "matmul"], "4" = "attention", "5" = ["full_moe", "projections"]}'
 )
 MIXED = ("ac.mode=full", "ac.recompute_engram=true", PAIRS)
+LISTS = {
+    "full": ("experts", "engram"),
+    "projections": ("projections", "experts", "engram"),
+    "attention": ("attention", "experts", "engram"),
+    "matmul": ("experts", "engram", "projections", "attention"),
+}
+"""What modes keep, as lists of a user's own."""
+
+
+def saving(*names: str) -> tuple[str, str]:
+    """Overrides that put all layers into the mode that keeps what is named."""
+    return "ac.mode=selective", f"ac.save={json.dumps(names)}"
 
 
 def tiny(*overrides: str) -> Config:
@@ -66,7 +93,25 @@ def loss_and_grads(config: Config) -> tuple[torch.Tensor, dict[str, torch.Tensor
 
 @pytest.mark.parametrize("overrides", [*((f"ac.mode={mode}",) for mode in MODES), MIXED])
 def test_every_mode_has_the_loss_and_the_gradients_of_none(overrides, plain):
-    loss, grads = loss_and_grads(tiny(*overrides))
+    assert_same(loss_and_grads(tiny(*overrides)), plain)
+
+
+NAMES = st.lists(st.sampled_from(list(SavePoint)), min_size=1, unique=True)
+HALF = st.sampled_from(["selective", "none", "full_moe"])
+
+
+@settings(max_examples=8, deadline=None)
+@given(names=NAMES, halves=st.lists(st.tuples(HALF, HALF), min_size=1, max_size=6))
+def test_every_list_in_any_halves_has_the_loss_and_the_gradients_of_none(names, halves, plain):
+    others = [layer for layer in range(8) if layer not in tiny().model.dims.engram_layers]
+    pairs = zip(others, halves, strict=False)
+    some = ", ".join(f'"{layer}" = {json.dumps(pair)}' for layer, pair in pairs)
+    config = tiny(*saving(*names), f"ac.layer_modes={{{some}}}")
+    assert_same(loss_and_grads(config), plain)
+
+
+def assert_same(found, plain):
+    loss, grads = found
     assert torch.equal(loss, plain[0])
     assert grads.keys() == plain[1].keys()
     for name, grad in grads.items():
@@ -103,8 +148,10 @@ def test_every_order_has_the_gradients_of_none_under_a_mixture_of_modes():
         ("1f1b", "pp.layers_per_stage=[2.5, 5.5]"),
         ("1f1b_w", "pp.layers_per_stage=[3.5, 4.5]"),
         ("dualpipe_v", halves),
+        ("zb_v", halves),
     ):
-        grads = step_grads(tiny("pp.size=2", f"pp.schedule={name}", few, cuts, *MIXED), batches)
+        modes = saving("projections", "engram") if name == "zb_v" else MIXED
+        grads = step_grads(tiny("pp.size=2", f"pp.schedule={name}", few, cuts, *modes), batches)
         assert grads.keys() == none.keys()
         for parameter, grad in grads.items():
             assert torch.equal(grad, none[parameter]), f"{name}: {parameter}"
@@ -153,6 +200,10 @@ def test_a_recompute_repeats_what_the_mode_says_and_no_more():
         ("ac.mode=projections",): (SavePoint.ENGRAM, SavePoint.EXPERTS, SavePoint.PROJECTIONS),
         ("ac.mode=attention",): (SavePoint.ENGRAM, SavePoint.EXPERTS, SavePoint.ATTENTION),
         ("ac.mode=matmul",): tuple(SavePoint),
+        saving("experts"): (SavePoint.EXPERTS,),
+        saving("engram"): (SavePoint.ENGRAM,),
+        saving("attention", "projections"): (SavePoint.ATTENTION, SavePoint.PROJECTIONS),
+        saving("attention", "engram", "experts"): tuple({*SavePoint} - {SavePoint.PROJECTIONS}),
     }
     for overrides, points in kept.items():
         again = times_run(tiny(ENGRAM, *overrides))
@@ -161,6 +212,45 @@ def test_a_recompute_repeats_what_the_mode_says_and_no_more():
             assert repeated == (0 if point in points else number), (overrides, point)
         products = again[SavePoint.PROJECTIONS] - by_itself[SavePoint.PROJECTIONS]
         assert (products > 0) == (SavePoint.PROJECTIONS not in points), overrides
+
+
+@pytest.mark.parametrize("mode", LISTS)
+def test_a_list_that_is_a_mode_s_own_keeps_and_repeats_what_the_mode_does(mode):
+    own, of_mode = tiny(*saving(*LISTS[mode])), tiny(f"ac.mode={mode}")
+    for spec in cut(own.model.dims, (0,), None, seq_len=12)[0].units:
+        assert kept_points(own, spec) == kept_points(of_mode, spec)
+        assert repeated_flops(own, spec) == repeated_flops(of_mode, spec)
+    assert report(own).stages == report(of_mode).stages
+    assert predict(own) == predict(of_mode)
+
+
+def test_every_list_has_a_name_of_its_own_and_is_found_again_by_it():
+    names = {mode: mode_name(tiny(f"ac.mode={mode}")) for mode in ("none", *MODES)}
+    assert list(names) == list(names.values())
+    one, other = (tiny(*saving(*s)) for s in (("attention", "experts"), ("attention",)))
+    assert mode_name(one) == mode_name(tiny(*saving("experts", "attention")))
+    assert mode_name(one) == "selective:experts+attention" != mode_name(other)
+    units = cut(one.model.dims, (0,), None, seq_len=12)[0].units
+    for config in (one, other, tiny("ac.mode=full", "ac.recompute_engram=true"), tiny()):
+        name = mode_name(config)
+        assert is_mode_name(name)
+        again = in_mode(config, name)
+        assert [kept_points(again, s) for s in units] == [kept_points(config, s) for s in units]
+        assert mode_name(tiny(*saving("projections"), *mode_overrides(name))) == name
+    unknown = ("selective", "selective:", "selective:attention+experts", "full:experts", "some")
+    assert not any(map(is_mode_name, unknown))
+
+
+def test_a_list_holds_for_the_halves_that_are_selective():
+    halves = 'ac.layer_modes={"1" = ["selective", "none"], "2" = ["full", "selective"]}'
+    config = tiny(halves, 'ac.save=["experts", "attention"]')
+    (stage,) = cut(config.model.dims, (0,), None, seq_len=12)
+    kept = {(s.layer, s.kind): kept_points(config, s) for s in stage.units}
+    attention, moe = UnitKind.ATTENTION, UnitKind.MOE
+    assert kept.pop((1, attention)) == {SavePoint.ATTENTION}, "its Engram is not named"
+    assert kept.pop((2, moe)) == {SavePoint.EXPERTS}
+    assert kept.pop((2, attention)) == frozenset()
+    assert set(kept.values()) == {None}
 
 
 def test_modes_are_those_of_layers_and_halves():
@@ -188,8 +278,9 @@ def test_the_plan_knows_what_a_mode_costs_and_holds(mode):
 # Configs
 
 
-def test_layer_modes_survive_being_written_and_read(tmp_path):
-    config = tiny(*MIXED)
+@pytest.mark.parametrize("overrides", [MIXED, saving("experts", "attention")])
+def test_modes_survive_being_written_and_read(tmp_path, overrides):
+    config = tiny(*overrides)
     (tmp_path / "again.toml").write_text(dumps(config))
     assert load([tmp_path / "again.toml"]) == config
 
@@ -202,16 +293,47 @@ REFUSED = [
     ('ac.layer_modes={"1" = ["full", "none", "none"]}', "ac.layer_modes"),
     ("ac.mode=everything", "everything"),
     ("ac.recompute_engram=true", 'has no effect on layers whose mode is "none"'),
+    ('ac.save=["expert"]', 'each entry one of "attention", "engram", "experts", "projections"'),
+    ('ac.save=["experts"]', 'has no effect without the mode "selective"'),
+    ("ac.mode=selective", 'set it to a list of some of "experts", "engram", "projections"'),
+    ('ac.layer_modes={"1" = ["full", "selective"]}', 'some of "experts", "projections"'),
+    ("ac.mode=selective ac.save=[]", 'names nothing; name some of "experts", "engram"'),
+    (
+        'ac.layer_modes={"1" = ["full", "selective"]} ac.save=["attention"]',
+        'names "attention", which no half-layer in mode "selective" has; those have "experts"',
+    ),
+    ('ac.mode=selective ac.save=["engram"] model.name=tiny-v4', 'names "engram", which no half'),
+    ('ac.mode=selective ac.save=["engram","engram"]', 'names "engram" 2 times'),
+    (
+        'ac.mode=selective ac.save=["experts"] ac.recompute_engram=true',
+        'no effect on layers whose mode is "selective"',
+    ),
 ]
 
 
 @pytest.mark.parametrize(("override", "words"), REFUSED)
 def test_a_wrong_mode_is_refused_with_its_remedy(override, words):
     with pytest.raises(ConfigError) as refusal:
-        tiny(override)
+        tiny(*re.split(" (?=[a-z]+[.])", override))
     assert words in str(refusal.value)
+
+
+def test_a_wrong_list_in_a_file_is_refused_with_its_line(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\nname = "tiny"\n[ac]\nmode = "selective"\nsave = ["moe"]\n')
+    with pytest.raises(ConfigError, match=r"run\.toml:5: ac\.save = \[\"moe\"\] is not allowed"):
+        load([path])
+
+
+def test_a_config_names_all_save_points():
+    assert set(get_args(SaveName)) == set(SavePoint)
 
 
 def test_recomputing_an_engram_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="the model has no Engram"):
         tiny("model.name=tiny-v4", "ac.mode=full", "ac.recompute_engram=true")
+
+
+def test_a_plan_says_what_a_list_keeps():
+    text = plan_text(tiny(*saving("attention", "experts")))
+    assert "selective: half-layers keep inputs and the results of attention, experts" in text
