@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ppruntime.launch.intervals import spread_of, spread_words
+from ppruntime.launch.percent import MaybePercent
 from ppruntime.launch.project_numbers import (
     calibration_words,
     collective_words,
@@ -62,7 +63,7 @@ def project(
     transfer_s: str | None = None,
     link: str | None = None,
     per_step_s: str | None = None,
-    jitter: float | None = None,
+    jitter: MaybePercent = None,
     seed: MaybeWhole = None,
     spread: str | None = None,
     failures_per_gpu_hour: float | None = None,
@@ -115,7 +116,7 @@ def project(
     per_step_s
         Seconds per step beside the pipeline, or NAME=SECONDS separated by ','.
     jitter
-        Relative standard deviation of op times, a share.
+        Relative standard deviation of op times, in percent; under 1 write such as 0.5%.
     seed
         Of the jitter.
     spread
@@ -279,11 +280,6 @@ def _pipeline(
 
     if seed is not None and not jitter:
         raise ProjectionError("--seed has an effect with --jitter only; add it or leave --seed out")
-    if jitter is not None and jitter >= 1:
-        raise ProjectionError(
-            f"--jitter {jitter:g} is {100 * jitter:g} % here, where it is a share; write "
-            f"{jitter / 100:g} if {jitter:g} % was meant"
-        )
     found = pipeline_parts(
         config, gpu_flops=job.gpu_flops, jitter=jitter or 0.0, seed=seed or 0, **options
     )

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 
 from ppruntime.launch.intervals import spread_of, spread_words
 from ppruntime.launch.outputs import check_output
+from ppruntime.launch.percent import Percent
 from ppruntime.launch.project_numbers import calibration_words, goodput_numbers
 from ppruntime.launch.projected_job import Projected, asked_job
 from ppruntime.launch.whole_numbers import MaybeWhole
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 _SHORT = Parameter(show_default=lambda value: f"{value:g}")
 _PLAIN = Parameter(negative="")
-_LEAST_PERCENT = 0.1
-"""Less noise shows in no step: a share was given for a percentage."""
 
 
 def simulate(
@@ -41,8 +40,8 @@ def simulate(
     per_step_s: str | None = None,
     transport: str | None = None,
     interference: str | None = None,
-    jitter: Annotated[float, _SHORT] = 0.0,
-    stragglers: Annotated[float, _SHORT] = 0.0,
+    jitter: Percent = 0.0,
+    stragglers: Percent = 0.0,
     stall: str | None = None,
     seed: MaybeWhole = None,
     replicas: MaybeWhole = None,
@@ -88,10 +87,10 @@ def simulate(
         ONE,BOTH[,BLOCKING] in percent: how much longer ops take while messages go in or out,
         while they do both, and the share of an op that stands still meanwhile.
     jitter
-        Relative standard deviation of op times, in percent.
+        Relative standard deviation of op times, in percent; under 1 write such as 0.5%.
     stragglers
-        Relative standard deviation of ranks' speeds, in percent; of an expert group the slowest
-        counts.
+        Relative standard deviation of ranks' speeds, in percent (under 1 such as 0.5%); of an
+        expert group the slowest counts.
     stall
         PERCENT,SECONDS: so many ops are held up once for so long.
     seed
@@ -168,14 +167,6 @@ def simulate(
     stall_share, stall_s = _pair("--stall", stall) if stall is not None else (0.0, 0.0)
     if replicas is not None and replicas < 1:
         raise ProjectionError(f"--replicas {replicas} is no count; give 1 or more")
-    for option, percent in (("--jitter", jitter), ("--stragglers", stragglers)):
-        if not 0 <= percent < float("inf"):
-            raise ProjectionError(f"{option} is {percent:g}; give a percentage, 0 or more")
-        if 0 < percent < _LEAST_PERCENT:
-            raise ProjectionError(
-                f"{option} {percent:g} is under {_LEAST_PERCENT:g} %; it is in percent, so write "
-                f"{100 * percent:g} if that was meant"
-            )
     if stall_share > 100:
         raise ProjectionError(
             f"--stall {stall!r} holds up {stall_share:g} % of ops; give at most 100"
@@ -187,8 +178,8 @@ def simulate(
     if data_bandwidth is not None:
         positive("--data-bandwidth", data_bandwidth)
     noise = Noise(
-        jitter=jitter / 100,
-        rank_spread=stragglers / 100,
+        jitter=jitter,
+        rank_spread=stragglers,
         group=config.parallel.ep,
         stall_probability=stall_share / 100,
         stall=stall_s,
