@@ -19,6 +19,7 @@ from ppruntime.memory import (
     activation_bytes,
     first_backward,
     gradient_bytes,
+    head_bytes,
     holdings,
     sharded_master_bytes,
     state_bytes,
@@ -40,6 +41,7 @@ WARM_UP = "warm-up"
 """Stands for the micro-batch that a stage computes before the first step."""
 WEIGHTS, COPIES, ACCUMULATORS = "weights", "low-precision copies", "accumulators"
 OPTIMIZER, SLOTS = "optimizer", "slots"
+HEAD = "head's loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,16 @@ class Moment:
     """Gradient sums that no backward has begun to make."""
     workspaces: int = 0
     """Buffers in which gradients are reduced."""
+    head: int = 0
+    """Logits and their gradients in the head's loss. A half-layer that is computed again has its
+    turn before or after it: of the two the larger one counts."""
     absent: Mapping[str, int] = field(default_factory=dict)
     """Other bytes of the rows that last through a step that are not there, by row."""
 
     @property
     def total(self) -> int:
         """Beyond the rows that last through a step."""
-        made = self.activations + self.recompute + self.workspaces
+        made = self.activations + self.recompute + self.workspaces + self.head
         return made - self.masters_away - self.sums_to_come - sum(self.absent.values())
 
 
@@ -125,6 +130,7 @@ class RankLedger:
             ("activations in flight", peak.activations),
             ("made again", peak.recompute),
             ("workspaces", peak.workspaces),
+            (HEAD, peak.head),
         )
 
 
@@ -144,8 +150,9 @@ class MeasuredMemory:
 
 
 def predict(config: Config) -> tuple[RankLedger, ...]:
-    """The ledger of every pipeline rank. Of workspaces only the buffers of a reduction are
-    predicted, and the allocator's slack is not: what a run measures above the peak is theirs."""
+    """The ledger of every pipeline rank. Of workspaces the head's loss and the buffers of a
+    reduction are predicted, other ops' and the allocator's slack are not: what a run measures above
+    the peak is theirs."""
     order, plan = make_order(config).lowered, report(config)
     cuts = cut(
         config.model.dims,
@@ -212,11 +219,13 @@ def _moments(
     held = away = 0
     to_come = {index: part.gradients for index, part in state.items()}
     firsts = {stage.index: first_backward(config, stage) for stage in own}
+    losses = {stage.index: head_bytes(config, stage) for stage in own}
     done: list[StagePlan] = []
     gone = reduction_end(config, done, applied=True)
     for op in ops:
         stage, kind = stages[op.stage], op.kind
         again = freed = still_to_come = 0
+        loss = losses[op.stage].in_op(kind.name)
         if op in leave:
             away += masters[op.stage]
         if kind is Kind.F:
@@ -225,14 +234,15 @@ def _moments(
             again = stage.recompute_bytes
             if to_come.pop(op.stage, None) is not None and kind is Kind.B:
                 first = firsts[op.stage]
-                freed, again = first.freed, first.recompute
+                freed, again, loss = first.freed, first.recompute, first.head
                 still_to_come = first.sums_to_come
         elif kind is Kind.OFFLOADED:
             held -= stage.leaving_bytes
         elif kind is Kind.RELOAD:
             held += stage.leaving_bytes
         coming = sum(to_come.values()) + still_to_come
-        here = Moment(str(op), held - freed, again, away, coming, 0, _absent(gone))
+        again, loss = (again, 0) if again >= loss else (0, loss)
+        here = Moment(str(op), held - freed, again, away, coming, 0, loss, _absent(gone))
         if kind in (Kind.B, Kind.W):
             held -= stage.held_bytes
         if op in through:
@@ -241,7 +251,8 @@ def _moments(
             (ending,) = (each for each in own if each.index == op.stage)
             peak = reduction_peak(config, [ending], applied=True)
             absent = _absent(gone, peak)
-            reduced = Moment(str(op), held, 0, away, coming - still_to_come, peak.buffer, absent)
+            coming -= still_to_come
+            reduced = Moment(str(op), held, 0, away, coming, peak.buffer, absent=absent)
             here = max(here, reduced, key=lambda moment: moment.total)
             done.append(ending)
             gone = reduction_end(config, done, applied=True)
@@ -280,6 +291,7 @@ def _warm_ups(
             WARM_UP,
             received + activation_bytes(config, stage) + returned - first.freed,
             first.recompute,
+            head=first.head,
             sums_to_come=first.sums_to_come,
             absent={
                 WEIGHTS: ledger.weights

@@ -17,6 +17,7 @@ from ppruntime.models.dims import (
 )
 from ppruntime.models.fp8_expert_rules import copy_bytes, waiting_bytes
 from ppruntime.models.fp8_linear_rules import fp8_linears
+from ppruntime.models.head_bytes import HeadWorkspace, head_workspace
 from ppruntime.models.kernel_limits import AttentionOp, Backend, misfit
 from ppruntime.models.parameters import ParameterSpec, Part
 from ppruntime.models.save_points import SavePoint
@@ -243,7 +244,14 @@ class FirstBackward:
     """Of the micro-batch's activations."""
     recompute: int
     """Made again by the unit that is computed."""
+    head: int
+    """Of the head's loss, while it is computed."""
     sums_to_come: int
+
+    @property
+    def more(self) -> int:
+        """Beyond all activations and all sums."""
+        return self.recompute + self.head - self.freed - self.sums_to_come
 
 
 def first_backward(config: Config, stage: StagePlan) -> FirstBackward:
@@ -254,10 +262,23 @@ def first_backward(config: Config, stage: StagePlan) -> FirstBackward:
         up_to_here = replace(stage, units=stage.units[: i + 1])
         to_come -= sum(held.sums for held in holdings(config, stage, spec))
         freed = kept - activation_bytes(config, up_to_here)
-        again = recompute_bytes(config, replace(stage, units=(spec,)))
-        moments.append(FirstBackward(freed, again, to_come))
-    none = FirstBackward(0, 0, 0)
-    return max(moments, key=lambda m: m.recompute - m.freed - m.sums_to_come, default=none)
+        alone = replace(stage, units=(spec,))
+        again, loss = recompute_bytes(config, alone), head_bytes(config, alone).first_backward
+        moments.append(FirstBackward(freed, again, loss, to_come))
+    return max(moments, key=lambda moment: moment.more, default=FirstBackward(0, 0, 0, 0))
+
+
+def head_bytes(config: Config, stage: StagePlan) -> HeadWorkspace:
+    """What the loss allocates for a micro-batch beside what it keeps, on a GPU, which widens no
+    operands of bf16 products as a CPU does; nothing without the head."""
+    if not any(spec.kind is UnitKind.HEAD for spec in stage.units):
+        return HeadWorkspace()
+    return head_workspace(
+        config.model.dims,
+        config.train.micro_batch_size * config.train.seq_len,
+        compute_dtype_name(config),
+        _head_kernel(config),
+    )
 
 
 def gradient_bytes(config: Config, after: UnitSpec) -> int:

@@ -17,6 +17,7 @@ from ppruntime.memory import (
     activation_bytes,
     compute_dtype_name,
     gradient_bytes,
+    head_bytes,
     host_table_bytes,
     lookup_bytes,
     recompute_bytes,
@@ -60,6 +61,8 @@ class StageReport:
     """Of all micro-batches in flight at the stage's peak, beside what lies in receive buffers."""
     recompute_bytes: int
     """What the backward of the largest recomputed half-layer makes anew."""
+    head_bytes: int
+    """What the head's loss allocates: logits and their gradients; before or after a recompute."""
     slot_bytes: int
     """Receive buffers for activations and gradients from other ranks, and for Engram rows."""
     host_bytes: int
@@ -81,7 +84,7 @@ class StageReport:
             + self.gradient_bytes
             + self.optimizer_bytes
             + self.activation_bytes
-            + self.recompute_bytes
+            + max(self.recompute_bytes, self.head_bytes)
             + self.slot_bytes
         )
         return max(ops, self.update_bytes)
@@ -100,6 +103,8 @@ class RankReport:
     """At the moment when the rank holds the most; its stages' peaks may come at other moments."""
     recompute_bytes: int
     """The largest of its stages': one backward runs at a time."""
+    head_bytes: int
+    """Of the head's loss."""
     slot_bytes: int
     """Its stages', and the arenas of dispatcher mega_moe."""
     update_bytes: int
@@ -208,15 +213,16 @@ _RECOMPUTED: dict[RecomputeMode, str] = {
     "attention": "half-layers keep inputs, the experts' results and attention's",
     "matmul": "half-layers keep inputs and every product's result",
 }
-_BYTES = ("weights", "grads", "optim", "acts", "again", "slots", "total")
+_BYTES = ("weights", "grads", "optim", "acts", "made", "slots", "total")
 _LEGEND = (
     "load: training FLOPs, in parts of the busiest stage's; sends: forward, per micro-batch",
     "bytes of one rank, by the model's sizes. grads: fp32 sums; optim: masters and moments;"
     " acts: saved for the backward",
-    "by all micro-batches in flight at the peak; again: the largest half-layer that is recomputed;"
-    " slots: receive buffers;",
-    "total: all columns together, or what is there behind the last op while gradients are reduced,"
-    " if that is more",
+    "by all micro-batches in flight at the peak; made: the largest half-layer that is recomputed,"
+    " or the head's logits",
+    "and their gradients if they are more; slots: receive buffers; total: all columns together, or"
+    " what is there",
+    "behind the last op while gradients are reduced, if that is more",
 )
 
 
@@ -226,7 +232,7 @@ def _byte_cells(part: StageReport | RankReport) -> tuple[str, ...]:
         part.gradient_bytes,
         part.optimizer_bytes,
         part.activation_bytes,
-        part.recompute_bytes,
+        max(part.recompute_bytes, part.head_bytes),
         part.slot_bytes,
         part.total_bytes,
     )
@@ -290,6 +296,7 @@ def _stages(
                 optimizer_bytes=state.optimizer - masters[s] + held.masters,
                 activation_bytes=held.activations,
                 recompute_bytes=recompute_bytes(config, stage),
+                head_bytes=head_bytes(config, stage).most,
                 slot_bytes=slots,
                 host_bytes=host_bytes(config, order, leaving, masters)
                 + host_table_bytes(config, stage),
@@ -324,6 +331,8 @@ def _rank(
     optimizer = all_optimizer + held.masters - sum(masters.values())
     activations = held.activations
     recompute = max(s.recompute_bytes for s in stages)
+    head = max(s.head_bytes for s in stages)
+    made = max(recompute, head)
     slots = sum(s.slot_bytes for s in stages) + arena_bytes(config)
     update = weights + gradients + all_optimizer + slots + _reduction(config, plan)
     if config.optim.apply_in_backward and len(plan) > 1:
@@ -336,9 +345,10 @@ def _rank(
         optimizer_bytes=optimizer,
         activation_bytes=activations,
         recompute_bytes=recompute,
+        head_bytes=head,
         slot_bytes=slots,
         update_bytes=update,
-        total_bytes=max(weights + gradients + optimizer + activations + recompute + slots, update),
+        total_bytes=max(weights + gradients + optimizer + activations + made + slots, update),
         host_bytes=host_bytes(config, order, leaving, masters)
         + sum(host_table_bytes(config, stage) for stage in plan),
     )
