@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from ppruntime.launch.intervals import spread_of, spread_words
 from ppruntime.launch.outputs import check_output
 from ppruntime.launch.percent import Percent
-from ppruntime.launch.project_numbers import calibration_words, goodput_numbers
+from ppruntime.launch.project_numbers import calibration_words, goodput_numbers, offload_words
 from ppruntime.launch.projected_job import Projected, asked_job
 from ppruntime.launch.whole_numbers import MaybeWhole
 from ppruntime.projection.projector import Origin, ProjectionError, positive
@@ -105,7 +105,7 @@ def simulate(
     host_bandwidth
         TO,FROM the host in bytes per second, or one number for both.
     memory
-        Bytes over time, by the model's sizes.
+        Bytes over time, by the memory ledger.
     spread
         MEASURED,MODELLED,ASSUMED in percent: by how much times may be off, for intervals; 2,15,40
         by default.
@@ -130,10 +130,10 @@ def simulate(
         Surroundings,
         collective_seconds,
         interval,
-        stage_bytes,
         with_data_ranks,
     )
     from ppruntime.projection.simulate import simulate as play
+    from ppruntime.projection.step_memory import copied_bytes, ledgers_of
     from ppruntime.schedules.draw import chrome_trace
     from ppruntime.schedules.machine import Noise
 
@@ -207,7 +207,8 @@ def simulate(
         replicas=replicas or 1,
         offload_every=offload_every,
         host=host,
-        stage_bytes=stage_bytes(config, found.plan, num_ranks) if wants_bytes else None,
+        copied_bytes=copied_bytes(config, found.plan) if offload_every is not None else None,
+        ledgers=ledgers_of(config, offload_every=offload_every) if wants_bytes else (),
     )
     parts, around = with_data_ranks(found.parts, around, per_rank)
     simulation = play(job, parts, around)
@@ -223,6 +224,7 @@ def simulate(
         interval(job, parts, around, shares),
         (
             *calibration_words(found.calibration, counted=source != "none given"),
+            *(offload_words(config) if offload_every is None else ()),
             spread_words(shares),
         ),
     )

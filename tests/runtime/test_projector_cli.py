@@ -254,7 +254,8 @@ def test_a_pipelines_ranks_have_their_memory_and_what_was_measured_of_it(command
     assert all(a < b < c for a, b, c in zip(held["low"], held["value"], held["high"], strict=True))
     assert numbers["measured_peak.stage2"] == row | {"value": 91 * 10**9, "unit": "bytes"}
     assert "measured_peak is an emulation's, which has no optimizer" in held["source"]
-    assert "without context, buffers, what is made again" in held["source"]
+    assert held["source"].startswith("the memory ledger of the run (`ppruntime plan --ledger`)")
+    assert "without context, communication's own buffers" in held["source"]
     text = command(start)[1]
     assert "rank_peak_bytes\n" in text
     assert re.search(r"^measured_peak.stage2 +91.0 GB +measured +run 7$", text, re.MULTILINE)
