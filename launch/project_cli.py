@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ppruntime.launch.intervals import spread_of, spread_words
+from ppruntime.launch.percent import MaybePercent
 from ppruntime.launch.project_numbers import (
     calibration_words,
     collective_words,
@@ -20,6 +21,7 @@ from ppruntime.launch.project_numbers import (
     flag,
     goodput_numbers,
     memory_numbers,
+    offload_words,
     pace_numbers,
     pipeline_numbers,
 )
@@ -62,7 +64,7 @@ def project(
     transfer_s: str | None = None,
     link: str | None = None,
     per_step_s: str | None = None,
-    jitter: float | None = None,
+    jitter: MaybePercent = None,
     seed: MaybeWhole = None,
     spread: str | None = None,
     failures_per_gpu_hour: float | None = None,
@@ -115,7 +117,7 @@ def project(
     per_step_s
         Seconds per step beside the pipeline, or NAME=SECONDS separated by ','.
     jitter
-        Relative standard deviation of op times, a share.
+        Relative standard deviation of op times, in percent; under 1 write such as 0.5%.
     seed
         Of the jitter.
     spread
@@ -195,6 +197,7 @@ def project(
         facts = [
             *calibration_words(found.calibration),
             *collective_words(config, found.parts),
+            *offload_words(config),
             spread_words(shares),
         ]
     else:
@@ -275,24 +278,19 @@ def _pipeline(
     from ppruntime.launch.project_parts import pipeline_parts
     from ppruntime.projection.pipeline import project as play
     from ppruntime.projection.pipeline import shifted
-    from ppruntime.projection.simulate import stage_bytes
+    from ppruntime.projection.step_memory import ledgers_of
 
     if seed is not None and not jitter:
         raise ProjectionError("--seed has an effect with --jitter only; add it or leave --seed out")
-    if jitter is not None and jitter >= 1:
-        raise ProjectionError(
-            f"--jitter {jitter:g} is {100 * jitter:g} % here, where it is a share; write "
-            f"{jitter / 100:g} if {jitter:g} % was meant"
-        )
     found = pipeline_parts(
         config, gpu_flops=job.gpu_flops, jitter=jitter or 0.0, seed=seed or 0, **options
     )
-    sizes = stage_bytes(config, found.plan, found.parts.schedule.num_ranks)
-    peaks = found.calibration.peaks if found.calibration else ()
+    memory = memory_numbers(
+        ledgers_of(config), found.calibration.peaks if found.calibration else ()
+    )
     paces = []
     for shift in (0.0, -1.0, 1.0):
         parts = shifted(found.parts, shift, spread)
-        projection = play(job, parts, sizes)
-        numbers = pipeline_numbers(parts, projection) | memory_numbers(projection, peaks)
-        paces.append((projection.pace, numbers))
+        projection = play(job, parts)
+        paces.append((projection.pace, pipeline_numbers(parts, projection) | memory))
     return found, paces

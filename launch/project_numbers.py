@@ -22,6 +22,7 @@ from ppruntime.projection.projector import (
 
 if TYPE_CHECKING:
     from ppruntime.config import Config
+    from ppruntime.ledger import RankLedger
     from ppruntime.projection.calibration import Calibration, StagePeak
     from ppruntime.projection.pipeline import Parts, Projection
 
@@ -254,19 +255,18 @@ def pipeline_numbers(parts: Parts, projection: Projection) -> dict[str, Number]:
     return numbers
 
 
-def memory_numbers(projection: Projection, peaks: Sequence[StagePeak]) -> dict[str, Number]:
-    """The most that each rank holds, by the model's sizes; and what a calibration measured."""
+def memory_numbers(ledgers: Sequence[RankLedger], peaks: Sequence[StagePeak]) -> dict[str, Number]:
+    """The most that each rank holds, by the ledger; and what a calibration measured."""
     from ppruntime.projection.pipeline import SPREAD
+    from ppruntime.projection.step_memory import SOURCE, WITHOUT
 
-    held, off = projection.timeline.peak_bytes, SPREAD[Origin.MODELLED]
+    held, off = tuple(float(each.peak_bytes) for each in ledgers), SPREAD[Origin.MODELLED]
     numbers = {
         "rank_peak_bytes": Number(
             held,
             "bytes",
             Origin.MODELLED,
-            "sizes of weights, gradients, optimizer and what is in flight, assumed to be off by "
-            f"up to {100 * off:g} %; without context, buffers, what is made again and what an op "
-            "needs for itself, some of which `ppruntime plan --ledger` has"
+            f"{SOURCE}; assumed to be off by up to {100 * off:g} %; without {WITHOUT}"
             + ("; measured_peak is an emulation's, which has no optimizer" if peaks else ""),
             low=tuple((1 - off) * number for number in held),
             high=tuple((1 + off) * number for number in held),
@@ -311,6 +311,16 @@ def collective_words(config: Config, parts: Parts) -> list[str]:
     return [
         f"not counted: {' and '.join(missing)} over {num} data ranks, of which no per-step piece is"
         f" named; give --per-step-s {option}, or `ppruntime simulate --data-bandwidth`"
+    ]
+
+
+def offload_words(config: Config) -> list[str]:
+    """Said where bytes are of a run that offloads and times are not."""
+    if not config.pp.activation_offload or config.pp.offload_target != "host":
+        return []
+    return [
+        "not counted: what host copies of pp.activation_offload take; `ppruntime simulate "
+        "--offload-every --host-bandwidth` plays them"
     ]
 
 

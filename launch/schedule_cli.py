@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App
 
+from ppruntime.launch.percent import Percent
 from ppruntime.launch.schedule_options import (
     CostsText,
     Csv,
@@ -87,7 +88,7 @@ def show(
     transfer: Transfer = "0",
     fuse_pairs: FusePairs = False,
     overlap_gain: Gain = 1.0,
-    jitter: float = 0.0,
+    jitter: Percent = 0.0,
     seed: Whole = 0,
     lowered: Lowered = False,
     offload: Offload = None,
@@ -105,7 +106,7 @@ def show(
     order
         A name from `schedule list`, or a .csv or .json file with an order.
     jitter
-        Relative standard deviation of op times.
+        Relative standard deviation of op times, in percent; under 1 write such as 0.5%.
     seed
         Of the jitter.
     """

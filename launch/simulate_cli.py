@@ -13,7 +13,8 @@ from cyclopts import Parameter
 
 from ppruntime.launch.intervals import spread_of, spread_words
 from ppruntime.launch.outputs import check_output
-from ppruntime.launch.project_numbers import calibration_words, goodput_numbers
+from ppruntime.launch.percent import Percent
+from ppruntime.launch.project_numbers import calibration_words, goodput_numbers, offload_words
 from ppruntime.launch.projected_job import Projected, asked_job
 from ppruntime.launch.whole_numbers import MaybeWhole
 from ppruntime.projection.projector import Origin, ProjectionError, positive
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 _SHORT = Parameter(show_default=lambda value: f"{value:g}")
 _PLAIN = Parameter(negative="")
-_LEAST_PERCENT = 0.1
-"""Less noise shows in no step: a share was given for a percentage."""
 
 
 def simulate(
@@ -41,8 +40,8 @@ def simulate(
     per_step_s: str | None = None,
     transport: str | None = None,
     interference: str | None = None,
-    jitter: Annotated[float, _SHORT] = 0.0,
-    stragglers: Annotated[float, _SHORT] = 0.0,
+    jitter: Percent = 0.0,
+    stragglers: Percent = 0.0,
     stall: str | None = None,
     seed: MaybeWhole = None,
     replicas: MaybeWhole = None,
@@ -88,10 +87,10 @@ def simulate(
         ONE,BOTH[,BLOCKING] in percent: how much longer ops take while messages go in or out,
         while they do both, and the share of an op that stands still meanwhile.
     jitter
-        Relative standard deviation of op times, in percent.
+        Relative standard deviation of op times, in percent; under 1 write such as 0.5%.
     stragglers
-        Relative standard deviation of ranks' speeds, in percent; of an expert group the slowest
-        counts.
+        Relative standard deviation of ranks' speeds, in percent (under 1 such as 0.5%); of an
+        expert group the slowest counts.
     stall
         PERCENT,SECONDS: so many ops are held up once for so long.
     seed
@@ -106,7 +105,7 @@ def simulate(
     host_bandwidth
         TO,FROM the host in bytes per second, or one number for both.
     memory
-        Bytes over time, by the model's sizes.
+        Bytes over time, by the memory ledger.
     spread
         MEASURED,MODELLED,ASSUMED in percent: by how much times may be off, for intervals; 2,15,40
         by default.
@@ -131,10 +130,10 @@ def simulate(
         Surroundings,
         collective_seconds,
         interval,
-        stage_bytes,
         with_data_ranks,
     )
     from ppruntime.projection.simulate import simulate as play
+    from ppruntime.projection.step_memory import copied_bytes, ledgers_of
     from ppruntime.schedules.draw import chrome_trace
     from ppruntime.schedules.machine import Noise
 
@@ -168,14 +167,6 @@ def simulate(
     stall_share, stall_s = _pair("--stall", stall) if stall is not None else (0.0, 0.0)
     if replicas is not None and replicas < 1:
         raise ProjectionError(f"--replicas {replicas} is no count; give 1 or more")
-    for option, percent in (("--jitter", jitter), ("--stragglers", stragglers)):
-        if not 0 <= percent < float("inf"):
-            raise ProjectionError(f"{option} is {percent:g}; give a percentage, 0 or more")
-        if 0 < percent < _LEAST_PERCENT:
-            raise ProjectionError(
-                f"{option} {percent:g} is under {_LEAST_PERCENT:g} %; it is in percent, so write "
-                f"{100 * percent:g} if that was meant"
-            )
     if stall_share > 100:
         raise ProjectionError(
             f"--stall {stall!r} holds up {stall_share:g} % of ops; give at most 100"
@@ -187,8 +178,8 @@ def simulate(
     if data_bandwidth is not None:
         positive("--data-bandwidth", data_bandwidth)
     noise = Noise(
-        jitter=jitter / 100,
-        rank_spread=stragglers / 100,
+        jitter=jitter,
+        rank_spread=stragglers,
         group=config.parallel.ep,
         stall_probability=stall_share / 100,
         stall=stall_s,
@@ -216,7 +207,8 @@ def simulate(
         replicas=replicas or 1,
         offload_every=offload_every,
         host=host,
-        stage_bytes=stage_bytes(config, found.plan, num_ranks) if wants_bytes else None,
+        copied_bytes=copied_bytes(config, found.plan) if offload_every is not None else None,
+        ledgers=ledgers_of(config, offload_every=offload_every) if wants_bytes else (),
     )
     parts, around = with_data_ranks(found.parts, around, per_rank)
     simulation = play(job, parts, around)
@@ -232,6 +224,7 @@ def simulate(
         interval(job, parts, around, shares),
         (
             *calibration_words(found.calibration, counted=source != "none given"),
+            *(offload_words(config) if offload_every is None else ()),
             spread_words(shares),
         ),
     )

@@ -34,8 +34,6 @@ _CYCLES = 1.5
 
 def page(report: Report) -> str:
     """The whole page."""
-    simulation = report.simulation
-    step = simulation.step
     facts = [report.origins, report.interval, report.bubble, *report.conditions]
     parts = [
         f"<h1>{escape(report.headline)}</h1>",
@@ -49,7 +47,7 @@ def page(report: Report) -> str:
         "<h2>The step's end</h2>",
         f'<div class="wide">{_window(report, at_end=True)}</div>',
     ]
-    if any(step.memory):
+    if report.simulation.memory:
         parts += ["<h2>Memory over time</h2>", _memory(report)]
     parts += ["<h2>Critical path</h2>", _path(report), "<h2>What it rests on</h2>", _inputs(report)]
     return (
@@ -115,29 +113,29 @@ def _window(report: Report, *, at_end: bool) -> str:
 
 
 def _memory(report: Report) -> str:
-    step = report.simulation.step
-    most = max(step.peak_bytes) or 1.0
-    across, down = (_WIDTH - 110) / step.makespan, 260 / most
+    simulation = report.simulation
+    most = max(simulation.peak_bytes) or 1.0
+    across, down = (_WIDTH - 110) / simulation.step.makespan, 260 / most
     body = []
     tick = nice_step(most / 5)
     for i in range(int(most / tick) + 1):
         y = 280 - i * tick * down
         body.append(f'<line x1="80" y1="{y:.1f}" x2="{_WIDTH - 30}" y2="{y:.1f}" stroke="#ddd"/>')
         body.append(_text(74, y + 4, short_bytes(i * tick) if i else "0", anchor="end"))
-    for rank, points in enumerate(step.memory):
-        hue = 300 * rank / max(1, len(step.memory) - 1)
+    for rank, points in enumerate(simulation.memory):
+        hue = 300 * rank / max(1, len(simulation.memory) - 1)
         path, last = [], -1.0
         for point in points:
             x = 80 + point.time * across
             if x - last >= 0.5:  # half a pixel apart is all that can be seen
                 path.append(f"{x:.1f},{280 - point.bytes_held * down:.1f}")
                 last = x
-        name = f"rank {rank}: at most {short_bytes(step.peak_bytes[rank])}"
+        name = f"rank {rank}: at most {short_bytes(simulation.peak_bytes[rank])}"
         body.append(
             f'<polyline points="{" ".join(path)}" fill="none" stroke="hsl({hue:.0f},60%,45%)">'
             f"<title>{escape(name)}</title></polyline>"
         )
-    rows = [(f"rank {rank}", short_bytes(peak)) for rank, peak in enumerate(step.peak_bytes)]
+    rows = [(f"rank {rank}", short_bytes(peak)) for rank, peak in enumerate(simulation.peak_bytes)]
     return _svg(_WIDTH, 290, body) + _table(("rank", "at most"), rows)
 
 

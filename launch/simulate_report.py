@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ppruntime.projection.pipeline import Parts
 from ppruntime.projection.projector import Job, Number, Origin
 from ppruntime.projection.simulate import CAUSES, Simulation, Surroundings
+from ppruntime.projection.step_memory import SOURCE, WITHOUT
 from ppruntime.schedules.ops import COMPUTE
 from ppruntime.text_table import short, short_bytes, text_table
 
@@ -117,11 +118,8 @@ class Report:
                 "data ranks: nothing said of their collectives beside --per-step-s, so no others "
                 "are counted"
             )
-        if around.stage_bytes:
-            lines.append(
-                "bytes are modelled by the model's sizes, without context, buffers, what is made "
-                "again and what an op needs for itself"
-            )
+        if around.ledgers:
+            lines.append(f"bytes are modelled: {SOURCE}; without {WITHOUT}")
         return [*lines, *self.facts]
 
 
@@ -172,9 +170,9 @@ def json_text(report: Report) -> str:
         ],
         "replica_step_s": list(report.simulation.replica_s),
         "exposed_reduce_s": step.exposed_reduce,
-        "peak_bytes": list(step.peak_bytes) if report.around.stage_bytes else None,
-        "memory": [[list(point) for point in points] for points in step.memory]
-        if report.around.stage_bytes
+        "peak_bytes": list(report.simulation.peak_bytes) if report.around.ledgers else None,
+        "memory": [[list(point) for point in points] for points in report.simulation.memory]
+        if report.around.ledgers
         else None,
         "goodput": {name: number.value for name, number in report.goodput.items()},
         "inputs": {
@@ -202,9 +200,9 @@ def text(report: Report) -> str:
         for rank, (work, lost) in enumerate(zip(step.work, step.lost, strict=True))
     ]
     headings: tuple[str, ...] = ("rank", "work", *CAUSES)
-    if report.around.stage_bytes:
+    if report.around.ledgers:
         headings += ("peak",)
-        ranks = [(*r, short_bytes(b)) for r, b in zip(ranks, step.peak_bytes, strict=True)]
+        ranks = [(*r, short_bytes(b)) for r, b in zip(ranks, simulation.peak_bytes, strict=True)]
     lines += [
         "",
         report.bubble,

@@ -16,16 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from ppruntime.models.carry import IGNORED_LABEL
+from ppruntime.models.head_bytes import CHUNK_TOKENS
 from ppruntime.models.kernels import unavailable_reason
 from ppruntime.models.linear import Linear, WeightGradQueue, now_or_later
 from ppruntime.models.precision import add_product, fp32_product, holder_dtype
 
 HeadLoss: TypeAlias = Callable[[Tensor, Linear, Tensor], Tensor]
 """(hidden [..., D], projection, labels [...]) -> the summed cross-entropy, fp32 scalar."""
-
-CHUNK_TOKENS = 2048
-"""Tokens whose logits exist at once: 1.06 GB at V4.1's vocabulary, and rows enough for a product at
-full speed."""
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -105,6 +102,7 @@ class _ChunkedLoss(torch.autograd.Function):
             top_C1 = logits_CV.amax(1, keepdim=True)
             # In place: one chunk of logits is all the memory there is to be.
             total_C = logits_CV.sub_(top_C1).exp_().sum(1)
+            del logits_CV  # else two chunks' are there once the next one's are made
             lse_N[rows] = top_C1.squeeze(1) + total_C.log()
             loss += torch.where(is_valid_C, lse_N[rows] - of_label_C, 0).sum()
         ctx.save_for_backward(x_ND, weight_VD, labels_N, lse_N)
@@ -132,6 +130,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     torch.mm(low_CV, weight_VD, out=grad_x[rows])
                 if to_weight:
                     sums = add_product(sums, low_CV.t(), x_ND[rows])
+                del low_CV
             return sums
 
         # A gradient of the weight that is computed now shares its logits with that of x.

@@ -136,6 +136,8 @@ class ActivationOffload:
                 found.pop(_number(tensor), None)
         least = max((m.num_bytes for m in found.values()), default=0) * _SMALL_SHARE
         self._collected[key] = [m for m in found.values() if m.num_bytes >= least]
+        # Every saved tensor keeps both hooks: the last one would keep all memory for the backward.
+        found.clear()
 
     def offload(self, key: tuple[int, int]) -> None:
         self._away[key] = self._mover.start(self._collected.pop(key))
@@ -210,16 +212,19 @@ class ToFp8:
 
 
 class _AsFp8:
+    """Both ways piece by piece: no more than one lies here in both forms."""
+
     def __init__(self, memories: Sequence[Memory]) -> None:
         self._memories = memories
-        self._kept: list[_Narrow | None] = [_narrowed(_values(memory)) for memory in memories]
+        self._kept: list[_Narrow | None] = []
+        for memory in memories:
+            self._kept.append(_narrowed(_values(memory)))
+            memory.storage = None  # nothing reads it before it is back
 
     def leave(self) -> None:
-        for memory in self._memories:
-            memory.storage = None
+        pass
 
     def come_back(self) -> None:
-        # Piece by piece: no more than one lies here in both forms.
         for place, memory in enumerate(self._memories):
             memory.storage = _widened(self._kept[place]).untyped_storage()
             self._kept[place] = None

@@ -20,6 +20,7 @@ from ppruntime.memory import (
     activation_bytes,
     backward_peak,
     gradient_bytes,
+    head_bytes,
     holdings,
     sharded_master_bytes,
     state_bytes,
@@ -41,6 +42,7 @@ WARM_UP = "warm-up"
 """Stands for the micro-batch that a stage computes before the first step."""
 WEIGHTS, COPIES, ACCUMULATORS = "weights", "low-precision copies", "accumulators"
 OPTIMIZER, SLOTS = "optimizer", "slots"
+HEAD = "head's loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,15 @@ class Moment:
     workspaces: int = 0
     """What a backward's largest operation makes and frees again; buffers in which gradients are
     reduced."""
+    head: int = 0
+    """Logits and their gradients in the head's loss."""
     absent: Mapping[str, int] = field(default_factory=dict)
     """Other bytes of the rows that last through a step that are not there, by row."""
 
     @property
     def total(self) -> int:
         """Beyond the rows that last through a step."""
-        made = self.activations + self.recompute + self.workspaces
+        made = self.activations + self.recompute + self.workspaces + self.head
         return made - self.masters_away - self.sums_to_come - sum(self.absent.values())
 
 
@@ -127,6 +131,7 @@ class RankLedger:
             ("activations in flight", peak.activations),
             ("made again", peak.recompute),
             ("workspaces", peak.workspaces),
+            (HEAD, peak.head),
         )
 
 
@@ -146,8 +151,9 @@ class MeasuredMemory:
 
 
 def predict(config: Config) -> tuple[RankLedger, ...]:
-    """The ledger of every pipeline rank. Of workspaces only the buffers of a reduction are
-    predicted, and the allocator's slack is not: what a run measures above the peak is theirs."""
+    """The ledger of every pipeline rank. Of workspaces the head's loss and the buffers of a
+    reduction are predicted, other ops' and the allocator's slack are not: what a run measures above
+    the peak is theirs."""
     order, plan = make_order(config).lowered, report(config)
     cuts = cut(
         config.model.dims,
@@ -214,11 +220,12 @@ def _moments(
     held = away = 0
     to_come = {index: part.gradients for index, part in state.items()}
     peaks = _BackwardPeaks(config, own)
+    losses = {stage.index: head_bytes(config, stage) for stage in own}
     done: list[StagePlan] = []
     gone = reduction_end(config, done, applied=True)
     for op in ops:
         stage, kind = stages[op.stage], op.kind
-        peak = BackwardPeak(0, 0, 0, 0)
+        peak = BackwardPeak(head=losses[op.stage].in_op(kind.name))
         if op in leave:
             away += masters[op.stage]
         if kind is Kind.F:
@@ -237,6 +244,7 @@ def _moments(
             away,
             coming + peak.sums_to_come,
             peak.workspace,
+            peak.head,
             _absent(gone),
         )
         if kind in (Kind.B, Kind.W):
@@ -247,7 +255,7 @@ def _moments(
             (ending,) = (each for each in own if each.index == op.stage)
             reduction = reduction_peak(config, [ending], applied=True)
             absent = _absent(gone, reduction)
-            reduced = Moment(str(op), held, 0, away, coming, reduction.buffer, absent)
+            reduced = Moment(str(op), held, 0, away, coming, reduction.buffer, absent=absent)
             here = max(here, reduced, key=lambda moment: moment.total)
             done.append(ending)
             gone = reduction_end(config, done, applied=True)
@@ -303,6 +311,7 @@ def _warm_ups(
             WARM_UP,
             received + activation_bytes(config, stage) + returned - first.freed,
             first.recompute,
+            head=first.head,
             sums_to_come=first.sums_to_come,
             workspaces=first.workspace,
             absent={

@@ -23,6 +23,7 @@ from ppruntime.models.dims import (
 )
 from ppruntime.models.fp8_expert_rules import copy_bytes, waiting_bytes
 from ppruntime.models.fp8_linear_rules import fp8_linears
+from ppruntime.models.head_bytes import HeadWorkspace, head_workspace
 from ppruntime.models.kernel_limits import AttentionOp, Backend, misfit
 from ppruntime.models.parameters import ParameterSpec, Part
 from ppruntime.models.save_points import SavePoint
@@ -245,19 +246,22 @@ class BackwardPeak:
     """Where a backward of a stage holds the most, in bytes. It goes unit by unit: behind it
     activations are freed and sums made, ahead of it activations wait."""
 
-    freed: int
+    freed: int = 0
     """Of the micro-batch's activations."""
-    recompute: int
+    recompute: int = 0
     """Made again by the unit that is computed."""
-    workspace: int
+    workspace: int = 0
     """What that unit's backward makes and frees again."""
-    sums_to_come: int
+    head: int = 0
+    """The same of the head's loss."""
+    sums_to_come: int = 0
     """Of gradients, in the stage's first backward: there are none yet ahead of it."""
 
     @property
     def more(self) -> int:
         """Beside all activations and sums."""
-        return self.recompute + self.workspace - self.freed - self.sums_to_come
+        made = self.recompute + self.workspace + self.head
+        return made - self.freed - self.sums_to_come
 
 
 def backward_peak(
@@ -267,25 +271,26 @@ def backward_peak(
     Unless it `frees`, the micro-batch's activations stay to its end: put-off weight gradients read
     many of them.
 
-    A unit counts twice: with its sums, and before it makes most of them, with its workspace. Where
-    there are sums already nothing is known to come on top at the start, and that is taken for the
-    moment of the largest recompute.
+    In a first backward a unit counts twice: with its sums, and before it makes most of them, with
+    its workspace.
     """
     kept, moments = activation_bytes(config, stage), []
     to_come = sum(held.sums for spec in stage.units for held in holdings(config, stage, spec))
     for i, spec in reversed([*enumerate(stage.units)]):
         up_to_here = replace(stage, units=stage.units[: i + 1])
+        alone = replace(stage, units=(spec,))
         freed = kept - activation_bytes(config, up_to_here) if frees else 0
-        again = recompute_bytes(config, replace(stage, units=(spec,)))
-        work = _workspace_bytes(config, spec)
+        again, work = recompute_bytes(config, alone), _workspace_bytes(config, spec)
+        head = head_bytes(config, alone)
         later = to_come - _output_sums(config, stage, spec)
         to_come -= sum(held.sums for held in holdings(config, stage, spec))
         if is_first:
-            moments += [BackwardPeak(freed, again, work, later)] if work else []
-            moments.append(BackwardPeak(freed, again, 0, to_come))
+            moments += [BackwardPeak(freed, again, work, 0, later)] if work else []
+            moments.append(BackwardPeak(freed, again, 0, head.first_backward, to_come))
         else:
-            moments += [BackwardPeak(0, again, 0, 0), BackwardPeak(freed, again, work, 0)]
-    return max(moments, key=lambda moment: moment.more, default=BackwardPeak(0, 0, 0, 0))
+            loss = head.backward if frees else head.input_grad
+            moments.append(BackwardPeak(freed, again, work, loss))
+    return max(moments, key=lambda moment: moment.more, default=BackwardPeak())
 
 
 def _output_sums(config: Config, stage: StagePlan, spec: UnitSpec) -> int:
@@ -296,13 +301,27 @@ def _output_sums(config: Config, stage: StagePlan, spec: UnitSpec) -> int:
 
 
 def workspace_bytes(config: Config, stage: StagePlan) -> int:
-    """What the backward of one unit of the stage makes and frees again, at the most."""
+    """What the backward of one unit of the stage makes and frees again, at the most; the head's
+    loss apart."""
     return max((_workspace_bytes(config, spec) for spec in stage.units), default=0)
 
 
 def _workspace_bytes(config: Config, spec: UnitSpec) -> int:
     attention_kernel = AttentionOp.ATTENTION in _attention_kernels(config)
     return backward_workspace(*_case(config, spec), attention_kernel=attention_kernel)
+
+
+def head_bytes(config: Config, stage: StagePlan) -> HeadWorkspace:
+    """What the loss allocates for a micro-batch beside what it keeps, on a GPU, which widens no
+    operands of bf16 products as a CPU does; nothing without the head."""
+    if not any(spec.kind is UnitKind.HEAD for spec in stage.units):
+        return HeadWorkspace()
+    return head_workspace(
+        config.model.dims,
+        config.train.micro_batch_size * config.train.seq_len,
+        compute_dtype_name(config),
+        _head_kernel(config),
+    )
 
 
 def gradient_bytes(config: Config, after: UnitSpec) -> int:

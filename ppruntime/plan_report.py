@@ -17,6 +17,7 @@ from ppruntime.memory import (
     activation_bytes,
     compute_dtype_name,
     gradient_bytes,
+    head_bytes,
     host_table_bytes,
     lookup_bytes,
     recompute_bytes,
@@ -64,6 +65,8 @@ class StageReport:
     workspace_bytes: int
     """What the largest operation of a backward makes and frees again: the reference's sparse
     attention's; others are not known."""
+    head_bytes: int
+    """What the head's loss allocates: logits and their gradients; before or after a recompute."""
     slot_bytes: int
     """Receive buffers for activations and gradients from other ranks, and for Engram rows."""
     host_bytes: int
@@ -85,8 +88,7 @@ class StageReport:
             + self.gradient_bytes
             + self.optimizer_bytes
             + self.activation_bytes
-            + self.recompute_bytes
-            + self.workspace_bytes
+            + max(self.recompute_bytes + self.workspace_bytes, self.head_bytes)
             + self.slot_bytes
         )
         return max(ops, self.update_bytes)
@@ -107,6 +109,8 @@ class RankReport:
     """The largest of its stages': one backward runs at a time."""
     workspace_bytes: int
     """As of a stage, and the largest of them."""
+    head_bytes: int
+    """Of the head's loss."""
     slot_bytes: int
     """Its stages', and the arenas of dispatcher mega_moe."""
     update_bytes: int
@@ -222,16 +226,18 @@ _RECOMPUTED: dict[RecomputeMode, str] = {
     "attention": "half-layers keep inputs, the experts' results and attention's",
     "matmul": "half-layers keep inputs and every product's result",
 }
-_BYTES = ("weights", "grads", "optim", "acts", "again", "slots", "total")
+_BYTES = ("weights", "grads", "optim", "acts", "made", "slots", "total")
 _LEGEND = (
     "load: training FLOPs, in parts of the busiest stage's; sends: forward, per micro-batch",
     "bytes of one rank, by the model's sizes. grads: fp32 sums; optim: masters and moments;"
     " acts: saved for the backward",
-    "by all micro-batches in flight at the peak; again: the largest half-layer that is recomputed,"
+    "by all micro-batches in flight at the peak; made: the largest half-layer that is recomputed,"
     " and what the",
-    "reference's sparse attention takes in its backward; slots: receive buffers;",
-    "total: all columns together, or what is there behind the last op while gradients are reduced,"
-    " if that is more",
+    "reference's sparse attention takes in its backward, or the head's logits and their gradients,"
+    " if they are more;",
+    "slots: receive buffers; total: all columns together, or what is there behind the last op"
+    " while gradients are",
+    "reduced, if that is more",
 )
 
 
@@ -241,7 +247,7 @@ def _byte_cells(part: StageReport | RankReport) -> tuple[str, ...]:
         part.gradient_bytes,
         part.optimizer_bytes,
         part.activation_bytes,
-        part.recompute_bytes + part.workspace_bytes,
+        max(part.recompute_bytes + part.workspace_bytes, part.head_bytes),
         part.slot_bytes,
         part.total_bytes,
     )
@@ -306,6 +312,7 @@ def _stages(
                 activation_bytes=held.activations,
                 recompute_bytes=recompute_bytes(config, stage),
                 workspace_bytes=workspace_bytes(config, stage),
+                head_bytes=head_bytes(config, stage).most,
                 slot_bytes=slots,
                 host_bytes=host_bytes(config, order, leaving, masters)
                 + host_table_bytes(config, stage),
@@ -341,6 +348,8 @@ def _rank(
     activations = held.activations
     recompute = max(s.recompute_bytes for s in stages)
     workspace = max(s.workspace_bytes for s in stages)
+    head = max(s.head_bytes for s in stages)
+    made = max(recompute + workspace, head)
     slots = sum(s.slot_bytes for s in stages) + arena_bytes(config)
     update = weights + gradients + all_optimizer + slots + _reduction(config, plan)
     if config.optim.apply_in_backward and len(plan) > 1:
@@ -354,11 +363,10 @@ def _rank(
         activation_bytes=activations,
         recompute_bytes=recompute,
         workspace_bytes=workspace,
+        head_bytes=head,
         slot_bytes=slots,
         update_bytes=update,
-        total_bytes=max(
-            weights + gradients + optimizer + activations + recompute + workspace + slots, update
-        ),
+        total_bytes=max(weights + gradients + optimizer + activations + made + slots, update),
         host_bytes=host_bytes(config, order, leaving, masters)
         + sum(host_table_bytes(config, stage) for stage in plan),
     )

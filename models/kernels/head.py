@@ -27,15 +27,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ppruntime.models.carry import IGNORED_LABEL
-from ppruntime.models.head import CHUNK_TOKENS, chunks, fp32_logits
+from ppruntime.models.head import chunks, fp32_logits
+from ppruntime.models.head_bytes import CHUNK_TOKENS, VOCAB_BLOCK
 from ppruntime.models.kernels.rounding import INTERPRETED, to_bf16
 from ppruntime.models.linear import Linear, WeightGradQueue, now_or_later
 from ppruntime.models.precision import fp32_product
 
-VOCAB_BLOCK = 42240
-"""Rows of the weight gradient that are in fp32 at once, beside its sum: for V4.1 6,600 tiles of 128
-by 256, fifty to each multiprocessor of an H200. The vocabulary takes 154 such rounds, with 16,384
-rows it takes 158; no more memory than a chunk's logits in the forward."""
 _PART = 8192
 """Most logits of a row that one program holds: 32 in a thread's registers."""
 _WARPS = 8

@@ -3,6 +3,7 @@
     projector           the arithmetic: start here, at `Job`
     pipeline            a pipeline's step from the times of its parts, in virtual time
     simulate            the same on a cluster that is not ideal
+    step_memory         what ranks hold meanwhile: the memory ledger, in time
     calibration         the file of times that both read; `calibration_file` writes it
     calibrate           times a model's units; `calibrate_step` and `calibrate_traffic` the rest
     calibrate_kernels   a unit's times from kernels measured alone; `kernel_records` reads them

@@ -26,7 +26,7 @@ from ppruntime.projection.calibration import (
 )
 from ppruntime.projection.projector import Job, Origin, Pace, ProjectionError, weakest
 from ppruntime.recompute import mode_name
-from ppruntime.schedules.costs import Costs, Hops, StageBytes
+from ppruntime.schedules.costs import Costs, Hops
 from ppruntime.schedules.ops import COMPUTE, Kind, Op, Schedule
 from ppruntime.schedules.timeline import Timeline, simulate
 
@@ -152,9 +152,8 @@ def shifted(parts: Parts, shift: float, spread: Mapping[Origin, float] = SPREAD)
     )
 
 
-def project(job: Job, parts: Parts, stage_bytes: StageBytes | None = None) -> Projection:
-    """The step in virtual time, per-step pieces after it one by one; with `stage_bytes` also the
-    bytes that ranks hold."""
+def project(job: Job, parts: Parts) -> Projection:
+    """The step in virtual time, per-step pieces after it one by one."""
     costs = Costs(
         *(tuple(stage.seconds(kind) for stage in parts.stages) for kind in (Kind.F, Kind.I, Kind.W))
     )
@@ -167,7 +166,6 @@ def project(job: Job, parts: Parts, stage_bytes: StageBytes | None = None) -> Pr
         hops,
         jitter=parts.jitter,
         seed=parts.seed,
-        stage_bytes=stage_bytes,
     )
     per_step = sum(piece.seconds for piece in parts.per_step)
     step_s = timeline.makespan + per_step

@@ -12,19 +12,21 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ppruntime.config.keys import Config
-from ppruntime.memory import activation_bytes, state_bytes
+from ppruntime.ledger import RankLedger
 from ppruntime.models.dims import unit_parameters
 from ppruntime.models.parameters import Part
 from ppruntime.plan import StagePlan
 from ppruntime.projection.calibration import SENT
 from ppruntime.projection.pipeline import SPREAD, Parts, shifted
 from ppruntime.projection.projector import Job, Origin, Pace, ProjectionError, weakest
+from ppruntime.projection.step_memory import memory_over_time
 from ppruntime.schedules.costs import Costs, StageBytes
 from ppruntime.schedules.machine import HostCopies, Interference, Link, Machine, Noise, StepEnd
 from ppruntime.schedules.ops import Kind, Schedule
 from ppruntime.schedules.passes import add_offload
 from ppruntime.schedules.simulated_step import Lost, SimulatedStep
 from ppruntime.schedules.simulator import simulate_machine
+from ppruntime.schedules.timeline import MemoryPoint
 
 _UNDISTURBED, _SILENT = Interference(), Noise()
 
@@ -49,8 +51,10 @@ class Surroundings:
     offload_every: int | None = None
     """Activations of every so many micro-batches go to the host; None: none do."""
     host: HostCopies | None = None
-    stage_bytes: StageBytes | None = None
-    """For memory over time."""
+    copied_bytes: StageBytes | None = None
+    """Of host copies."""
+    ledgers: tuple[RankLedger, ...] = ()
+    """Per rank, for memory over time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,10 @@ class Simulation:
     """Seconds of the critical path by cause: compute, transfer, host."""
     path_by_stage_s: tuple[float, ...]
     """Seconds of compute on the critical path, per stage."""
+    memory: tuple[tuple[MemoryPoint, ...], ...] = ()
+    """Bytes per rank over time, by the ledger; empty unless that is given."""
+    peak_bytes: tuple[float, ...] = ()
+    """The ledger's peak per rank, its start's included."""
 
 
 CAUSES = Lost._fields
@@ -96,7 +104,7 @@ def machine_of(parts: Parts, around: Surroundings) -> Machine:
         interference=around.interference,
         noise=replace(around.noise, jitter=max(around.noise.jitter, parts.jitter)),
         host=around.host,
-        stage_bytes=around.stage_bytes,
+        stage_bytes=around.copied_bytes,
         end=StepEnd(
             reduce=around.reduce_s,
             together=sum(piece.seconds for piece in parts.per_step),
@@ -163,6 +171,8 @@ def simulate(job: Job, parts: Parts, around: Surroundings, *, waterfall: bool = 
         rungs=tuple(_waterfall(job, parts, around, slowest)) if waterfall else (),
         path_s=dict(path),
         path_by_stage_s=tuple(by_stage),
+        memory=tuple(map(memory_over_time, around.ledgers, slowest.rows)),
+        peak_bytes=tuple(float(ledger.peak_bytes) for ledger in around.ledgers),
     )
 
 
@@ -211,7 +221,7 @@ def _waterfall(job: Job, parts: Parts, around: Surroundings, whole: SimulatedSte
     add("work spread evenly, no rank ever waits", sum(work) / len(work))
     add("+ imbalance between ranks", max(work))
     free_hops = tuple(replace(hop, forward_s=0.0, backward_s=0.0) for hop in parts.hops)
-    calm = Surroundings(host=around.host, stage_bytes=around.stage_bytes)
+    calm = Surroundings(host=around.host, copied_bytes=around.copied_bytes)
     quiet = replace(parts, jitter=0.0, per_step=(), hops=free_hops)
 
     def play(parts: Parts, around: Surroundings) -> float:
@@ -232,18 +242,6 @@ def _waterfall(job: Job, parts: Parts, around: Surroundings, whole: SimulatedSte
     if end:
         add("+ gradient reduction, per-step pieces, gather", whole.seconds)
     return rungs
-
-
-def stage_bytes(config: Config, plan: Sequence[StagePlan], num_ranks: int) -> StageBytes:
-    """Bytes by the model's sizes, for memory over time: what a micro-batch keeps on a stage, and
-    what a rank holds throughout (weights, gradient sums, optimizer). After I, what it kept counts
-    until W."""
-    kept = tuple(float(activation_bytes(config, stage)) for stage in plan)
-    base = [0.0] * num_ranks
-    for stage in plan:
-        state = state_bytes(config, stage)
-        base[stage.rank] += state.weights + state.gradients + state.optimizer
-    return StageBytes(kept, kept, tuple(base))
 
 
 def collective_seconds(

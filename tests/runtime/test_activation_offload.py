@@ -188,6 +188,59 @@ def test_a_graph_that_is_dropped_takes_its_memory_along():
         gc.enable()
 
 
+class _KeepsInput(torch.autograd.Function):
+    """Saves a copy of its input; its backward counts what is there of `lying`."""
+
+    @staticmethod
+    def forward(ctx, x, lying, counts):
+        ctx.save_for_backward(x.clone())
+        ctx.lying, ctx.counts = lying, counts
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (saved,) = ctx.saved_tensors
+        ctx.lying.append(StorageWeakRef(saved.untyped_storage()))
+        ctx.counts.append(sum(not each.expired() for each in ctx.lying))
+        return grad * 2, None, None
+
+
+@pytest.mark.parametrize("mover", [ToHost(CPU, HostPool(CPU)), ToFp8(torch.float32)])
+def test_a_backward_frees_what_came_back_as_it_goes(mover):
+    offload = ActivationOffload(mover, {0: lambda: ()})
+    x, lying, counts = torch.randn(64, 128, requires_grad=True), [], []
+    with offload.collecting((0, 0), (x,)):
+        y = x
+        for _ in range(6):
+            y = _KeepsInput.apply(y, lying, counts)
+    for act in (offload.offload, offload.offloaded, offload.reload, offload.arrive):
+        act((0, 0))
+    y.sum().backward()
+    assert counts == [1] * 6
+
+
+def test_as_fp8_leaves_no_more_than_one_piece_is_there_in_both_forms(monkeypatch):
+    offload = ActivationOffload(ToFp8(torch.bfloat16), {0: lambda: ()})
+    x = torch.randn(4, 256, dtype=torch.bfloat16, requires_grad=True)
+    with offload.collecting((0, 0), ()):
+        y = ((x * 2).sigmoid() * 3).tanh().sin()
+    wide, alive, narrowed = [], [], activation_offload._narrowed
+
+    def watch(values):
+        wide.append(StorageWeakRef(values.untyped_storage()))
+        alive.append(sum(not each.expired() for each in wide))
+        return narrowed(values)
+
+    monkeypatch.setattr(activation_offload, "_narrowed", watch)
+    offload.offload((0, 0))
+    # The last one alone: all before it are FP8 by then.
+    assert len(wide) > 1
+    assert alive == [1] * len(wide)
+    for act in (offload.offloaded, offload.reload, offload.arrive):
+        act((0, 0))
+    y.sum().backward()
+
+
 def test_fp8_keeps_half_a_mantissa_and_leaves_other_dtypes_alone():
     offload = ActivationOffload(ToFp8(torch.bfloat16), {0: lambda: ()})
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from small_runs import CONFIG, SMALL, train
 
 from ppruntime.config import Config, ConfigError, load
 from ppruntime.ledger import (
+    HEAD,
     UPDATE,
     WARM_UP,
     MeasuredMemory,
@@ -25,6 +26,7 @@ from ppruntime.ledger import (
 from ppruntime.ledger_check import run_check_text
 from ppruntime.memory_record import read_memory
 from ppruntime.metrics import read_metrics
+from ppruntime.models.head_bytes import head_workspace
 from ppruntime.plan_report import report
 from ppruntime.remedies import out_of_memory_text, remedies
 
@@ -80,6 +82,22 @@ def test_a_run_measures_what_stays_between_steps_and_check_puts_it_beside(tmp_pa
     assert "step 2" in text
     assert text.count("+0.00%") == 4
     assert "rank 1: predicted peak" in text
+
+
+@pytest.mark.parametrize("kernel", ["reference", "chunked", "triton"])
+def test_the_heads_loss_has_a_row_of_its_own_on_the_last_rank_alone(kernel):
+    config = tiny("pp.size=2", "train.precision=bf16", f"kernels.head={kernel}", "ac.mode=full")
+    dims, tokens = config.model.dims, config.train.micro_batch_size * config.train.seq_len
+    said = head_workspace(dims, tokens, "bfloat16", kernel)
+    first, last = predict(config)
+    assert {moment.head for moment in first.moments} == {0}
+    in_op = {moment.op[:2]: moment.head for moment in last.moments if not moment.recompute}
+    assert in_op["1F"] == said.forward >= 4 * tokens * dims.vocab_size
+    assert in_op["up"] == 0, "the update is behind it"
+    assert dict(last.rows())[HEAD] == last.peak.head
+    most = max(moment.head + moment.recompute for moment in last.moments)
+    assert most == max(said.most, report(config).ranks[1].recompute_bytes)
+    assert HEAD in ledger_text(config)
 
 
 MANY_EXPERTS = (

@@ -1,4 +1,4 @@
-"""The ledger against what GPUs had: peaks of live tensors that `bench memory` recorded, rank by rank.
+"""The ledger against what GPUs had: peaks of live tensors that `bench memory` recorded.
 
 The runs are planned anew, so that a change of the ledger is held to what was measured before it.
 """

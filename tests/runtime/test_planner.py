@@ -183,7 +183,9 @@ def test_a_search_from_a_calibration_says_what_share_of_it_was_measured(tmp_path
     ) in capsys.readouterr().out
 
 
-def test_a_search_counts_what_the_transport_does_to_compute_or_says_that_it_does_not(capsys):
+def test_a_search_counts_what_the_transport_does_to_compute_or_says_that_it_does_not(
+    tmp_path, capsys
+):
     """--transport nccl and put gave one step."""
     proxy = [str(FULL.with_name("v41-proxy-8.toml")), "parallel.dp=2", "--json"]
     calibration = ["--calibration", str(BENCHES / "calibration.json")]
@@ -203,6 +205,10 @@ def test_a_search_counts_what_the_transport_does_to_compute_or_says_that_it_does
     assert step(run) > step(other)
     assert "compute slowed down by 19.3 %" in run["counted"][0]
     assert "not counted: what transfers do to compute; --transport" in other["counted"][0]
+    assert len(other["counted"]) == 1
+    without = json.loads((BENCHES / "calibration.json").read_text()) | {"per_step": []}
+    (tmp_path / "without.json").write_text(json.dumps(without))
+    other = found("--calibration", str(tmp_path / "without.json"), "pp.transport=auto")
     assert "not counted: gather and reduce over 2 data ranks" in other["counted"][1]
     for file, kind, complaint in (
         ("calibration.json", "nccl", "only of put; leave it out, or add it with ppruntime"),

@@ -254,7 +254,8 @@ def test_a_pipelines_ranks_have_their_memory_and_what_was_measured_of_it(command
     assert all(a < b < c for a, b, c in zip(held["low"], held["value"], held["high"], strict=True))
     assert numbers["measured_peak.stage2"] == row | {"value": 91 * 10**9, "unit": "bytes"}
     assert "measured_peak is an emulation's, which has no optimizer" in held["source"]
-    assert "without context, buffers, what is made again" in held["source"]
+    assert held["source"].startswith("the memory ledger of the run (`ppruntime plan --ledger`)")
+    assert "without context, communication's own buffers" in held["source"]
     text = command(start)[1]
     assert "rank_peak_bytes\n" in text
     assert re.search(r"^measured_peak.stage2 +91.0 GB +measured +run 7$", text, re.MULTILINE)
@@ -339,7 +340,7 @@ def test_what_a_projection_leaves_out_is_said_above_its_numbers(command):
 
 def test_jitter_slows_the_step_down_and_is_labelled(command):
     start = f"{PIPELINE} --gpus 64 --costs 0.3,0.4,0.3 --transfer-s 0 --per-step-s 0 --json"
-    calm, shaken = (json.loads(command(start + extra)[1]) for extra in ("", " --jitter 0.1"))
+    calm, shaken = (json.loads(command(start + extra)[1]) for extra in ("", " --jitter 10"))
     assert calm["step_s"] == pytest.approx(7)
     assert shaken["step_s"] != pytest.approx(7, rel=1e-3)
     assert shaken["numbers"]["jitter"]["source"] == "--jitter, one draw with seed 0"
@@ -383,7 +384,7 @@ def test_jitter_slows_the_step_down_and_is_labelled(command):
             "64 GPUs are not whole pipelines of pp.size 16 x parallel.ep 8 = 12",
         ),
         ("--mfu 30 --gpus 128 parallel.dp=1", "--gpus and parallel.dp say the same thing twice;"),
-        ("--mfu 30 --jitter 0.1", "--jitter has no effect with --mfu; leave it out, or start from"),
+        ("--mfu 30 --jitter 10", "--jitter has no effect with --mfu; leave it out, or start from"),
         ("--days 3 --link ib", "--link has no effect with --days; leave it out, or start from"),
         ("--efficiency 45", "nothing says how long a transfer takes; give --transfer-s, or"),
         (
@@ -435,8 +436,8 @@ def test_jitter_slows_the_step_down_and_is_labelled(command):
             "--spread '2,15' is not MEASURED,MODELLED,ASSUMED in percent under 100; write such as",
         ),
         (
-            "--efficiency 45 --transfer-s 0 --per-step-s 0 --jitter 5",
-            "--jitter 5 is 500 % here, where it is a share; write 0.05 if 5 % was meant",
+            "--efficiency 45 --transfer-s 0 --per-step-s 0 --jitter 0.05",
+            'Invalid value for --jitter: "0.05" is under 1 %; it is in percent, so write 5 if',
         ),
         (
             "--efficiency 45 --transfer-s 0 --per-step-s a=1,a=2",

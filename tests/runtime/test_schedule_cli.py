@@ -199,7 +199,7 @@ def test_check_refuses_a_deadlock_with_the_waits(capsys, tmp_path):
         (("show", "missing.csv"), "missing.csv cannot be read"),
         (("show", "1f1b", "--svg", "no/such/folder/a.svg"), "a.svg cannot be written"),
         (("search", "--memory-cap", "0.1"), "a step needs 1 at least"),
-        (("show", "1f1b", "--jitter", "-0.1"), "jitter is -0.1"),
+        (("show", "1f1b", "--jitter", "-0.1"), '"-0.1" is out of range; give'),
         (("search", "--memory-cap", "inf"), "leave it out for no cap"),
         (("search", "--memory-cap", "1,1"), "names 2 ranks of 4"),
         (("search", "--ranks", "0"), "--ranks is 0"),
