@@ -38,8 +38,11 @@ def plans_that_fit(config: Config, task: Task, keep: int = 3) -> Found:
 
 def with_ledger(config: Config, task: Task, plan: Plan) -> Plan:
     """The plan with its run's peaks by the ledger, and what is reserved. What a plan has in host
-    memory no run says in bytes; it is taken off."""
-    ledgers = predict(run_of(config, plan))
+    memory no run says in bytes; it is taken off, in place of what the run would offload."""
+    run = run_of(config, plan)
+    if any(stage.offloaded_bytes for stage in plan.stages):
+        run = structs.replace(run, pp=structs.replace(run.pp, activation_offload=False))
+    ledgers = predict(run)
     stages = tuple(
         _with_peak(task, stage, ledger) for stage, ledger in zip(plan.stages, ledgers, strict=True)
     )

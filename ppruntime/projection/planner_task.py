@@ -181,8 +181,9 @@ def update_bytes(units: Sequence[PlannedUnit], variant: Variant) -> float:
 
 def held_by(choice: Choice, *, is_first: bool) -> float:
     """Of one micro-batch, by a unit that begins a stage or stands in one."""
-    begins = is_first and choice.first_held_bytes is not None
-    return choice.first_held_bytes if begins else choice.held_bytes  # type: ignore[return-value]
+    if is_first and choice.first_held_bytes is not None:
+        return choice.first_held_bytes
+    return choice.held_bytes
 
 
 def stage_of(
