@@ -137,7 +137,8 @@ def plan(
     memory_gb
         With --search: what a GPU has, in 1e9 bytes.
     reserved_gb
-        With --search: of that for context, communication, buffers and workspaces.
+        With --search: of that for what the memory ledger does not have: context, communication's
+        own buffers, workspaces, the allocator's slack.
     host_gb_per_s
         With --search: to the host and back at once; 0 offloads nothing.
     transport

@@ -44,8 +44,8 @@ def search(
     from ppruntime.projection.calibrate_kernels import kernel_calibration
     from ppruntime.projection.calibration import read_calibration
     from ppruntime.projection.kernel_records import read_kernels
-    from ppruntime.projection.planner import find_plans
-    from ppruntime.projection.planner_inputs import expert_variants, task_of
+    from ppruntime.projection.planner_inputs import expert_variants, task_of, with_fast_kernels
+    from ppruntime.projection.planner_ledger import plans_that_fit
     from ppruntime.schedules.machine import Interference
 
     positive("--memory-gb", memory_gb)
@@ -59,6 +59,7 @@ def search(
             f"{host_gb_per_s:g}; reserve less than there is, rates are 0 or more"
         )
     variants: tuple[Variant, ...] = ()
+    asked = config
     if calibration is not None:
         known = read_calibration(calibration)
     else:
@@ -69,6 +70,7 @@ def search(
                 f"the benches have no transport {transport}; choose one of "
                 f"{', '.join(kernels.interference)}"
             )
+        config = with_fast_kernels(config)
         known = kernel_calibration(config, kernels, transport)
         variants = expert_variants(config, kernels)
     task = task_of(
@@ -85,7 +87,7 @@ def search(
         task = replace(
             task, interference=Interference(slows.one_way, slows.both_ways, slows.blocking)
         )
-    found = find_plans(task)
+    found = plans_that_fit(config, task)
     job = Job(
         flops_per_token=float(counts(config.model.dims).flops_per_token),
         total_tokens=20e12,
@@ -102,9 +104,9 @@ def search(
     shares = _shares(task)
     counted = _counted(known, slows, config.parallel.num_data_ranks)
     print(
-        _json(found, job, source, shares, counted, config)
+        _json(found, job, source, shares, counted, config, asked)
         if json
-        else _text(found, task, job, source, shares, counted, config)
+        else _text(found, task, job, source, shares, counted, config, asked)
     )
     return 0
 
@@ -185,6 +187,7 @@ def _text(
     shares: Mapping[Origin, float],
     counted: Sequence[str],
     config: Config,
+    asked: Config,
 ) -> str:
     best = found.plans[0]
     pace = job.at_step_s(best.step_s)
@@ -220,6 +223,7 @@ def _text(
         "",
         "as overrides of a run:",
         *overrides(best, config),
+        *kernel_overrides(config, asked),
         *left_out(best),
         "",
     ]
@@ -230,18 +234,31 @@ def _text(
             f"{1e3 * stage.work_s:.2f}",
             str(stage.in_flight),
             short_bytes(stage.static_bytes),
+            short_bytes(stage.slot_bytes),
             short_bytes(stage.held_bytes),
             short_bytes(stage.offloaded_bytes),
+            short_bytes(stage.made_bytes),
             short_bytes(stage.peak_bytes),
             _modes(stage.units, stage.modes),
             stage.variant,
         )
         for index, stage in enumerate(best.stages)
     ]
-    headings = ("stage", "layers", "ms", "in flight", "lies there", "kept", "offloaded", "peak")
-    lines += text_table((*headings, "recomputed", "experts"), stages, left="experts")
-    lines += ["", _why(best, task)]
+    headings: tuple[str, ...] = ("stage", "layers", "ms", "in flight", "lies there", "slots")
+    headings += ("kept", "offloaded", "made", "peak", "recomputed", "experts")
+    lines += text_table(headings, stages, left="experts")
+    lines += [_peaks_words(task), "", _why(best, task)]
     return "\n".join(lines)
+
+
+def _peaks_words(task: Task) -> str:
+    from ppruntime.projection.step_memory import WITHOUT
+
+    return (
+        "kept, offloaded: of one micro-batch; made: computed again, or in the head's loss; peak: "
+        f"the memory ledger's for the run with these overrides, and {task.reserved_bytes / 1e9:g} "
+        f"GB reserved for {WITHOUT}"
+    )
 
 
 def overrides(plan: Plan, config: Config) -> list[str]:
@@ -250,12 +267,24 @@ def overrides(plan: Plan, config: Config) -> list[str]:
     lines = [f"pp.schedule={plan.order}", f"pp.layers_per_stage={_list(plan.layers_per_stage)}"]
     if plan.order in ("async_1f1b", "1f1b_w"):
         lines.append(f"pp.warmup_step={_list(plan.warmup)}")
+    elif config.pp.warmup_step is not None:
+        lines.append("pp.warmup_step=default")
     lines += _mode_overrides(plan, config)
     if any(stage.experts for stage in plan.stages):
         if config.moe.compute.backend == "torch":
             lines.append("moe.compute.backend=auto")
         lines += _expert_overrides(plan)
     return lines
+
+
+def kernel_overrides(config: Config, asked: Config) -> list[str]:
+    """What makes the kernels of `asked` those of `config`, whose times and memory are planned."""
+    kernels, given = config.kernels, asked.kernels
+    return [
+        f"kernels.{name}={getattr(kernels, name)}"
+        for name in kernels.__struct_fields__
+        if getattr(kernels, name) != getattr(given, name)
+    ]
 
 
 def left_out(plan: Plan) -> list[str]:
@@ -354,13 +383,14 @@ def _json(
     shares: Mapping[Origin, float],
     counted: Sequence[str],
     config: Config,
+    asked: Config,
 ) -> str:
     def of(plan: Plan | None) -> dict[str, object] | None:
         if plan is None:
             return None
         return asdict(plan) | {
             "layers_per_stage": plan.layers_per_stage,
-            "overrides": overrides(plan, config),
+            "overrides": [*overrides(plan, config), *kernel_overrides(config, asked)],
             "not_in_overrides": left_out(plan),
             "mfu": 100 * job.at_step_s(plan.step_s).mfu,
             "mfu_between": _mfu_between(plan, job, shares),

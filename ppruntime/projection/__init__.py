@@ -9,6 +9,7 @@
     calibrate_kernels   a unit's times from kernels measured alone; `kernel_records` reads them
     planner             cut, recompute mode and order with the shortest step that fits; with
                         `planner_task`, `planner_inputs` and `planner_cut`
+    planner_ledger      holds what the planner finds to the memory ledger
     headline            V4.1-Flash from the kernels as they are recorded today
 
 `calibrate`, its `_step` and `_traffic` and `calibration_file` load torch, the others do not. This

@@ -23,7 +23,6 @@ from ppruntime.models.parameters import Part
 from ppruntime.models.update_rules import newton_schulz_flops, update_rule
 from ppruntime.projection.calibration import (
     Calibration,
-    HeldBytes,
     PerStep,
     Slowdown,
     TransferTimes,
@@ -36,10 +35,8 @@ from ppruntime.projection.projector import Origin
 
 IB_BYTES_PER_S = 46e9
 """What one GPU's InfiniBand moves one way; published for the same machines, not measured here."""
-MODES = ("none", "full")
+MODES = ("none", "full_moe")
 
-_ATTENTION_HELD = 2.2e9
-"""Assumed bytes that an attention half keeps of 8,192 tokens when nothing is recomputed."""
 _STREAMS = 4
 """Residual streams of the bench's mHC."""
 _INDEX_SHARE = 0.25
@@ -47,37 +44,15 @@ _INDEX_SHARE = 0.25
 
 
 def unit_pieces(config: Config, spec: UnitSpec, mode: str, kernels: Kernels) -> tuple[Piece, ...]:
-    """All that a unit does for one micro-batch on one rank, piece by piece; with mode "full" the
-    forward comes again in the input gradient."""
+    """All that a unit does for one micro-batch on one rank, piece by piece; with mode "full_moe"
+    the forward comes again in the input gradient, all of it."""
+    assert mode in MODES, f"no times of mode {mode}: {MODES}"
     pieces = _forward_pieces(config, spec, kernels)
-    if mode == "full" and spec.layer is not None:
+    if mode == "full_moe" and spec.layer is not None:
         pieces += tuple(
             Piece(f"{p.name}, again", 0.0, p.forward_s, 0.0, p.origin, p.source) for p in pieces
         )
     return pieces
-
-
-def held_bytes(config: Config, spec: UnitSpec, mode: str, kernels: Kernels) -> HeldBytes:
-    """What a micro-batch keeps of a unit: its input streams, and with mode "none" the rest."""
-    tokens = config.train.micro_batch_size * config.train.seq_len
-    dims = config.model.dims
-    streams = 2 * tokens * dims.num_streams * dims.hidden_size
-    held, origin, source = float(streams), Origin.MODELLED, "the residual streams"
-    if spec.kind is UnitKind.EMBED:
-        held, source = 0.0, "nothing"
-    elif mode == "none" and spec.kind is UnitKind.ATTENTION:
-        held += _ATTENTION_HELD * tokens / 8192
-        origin, source = Origin.ASSUMED, "streams and 2.2 GB of attention at 8,192 tokens"
-    elif mode == "none" and spec.kind is UnitKind.MOE:
-        held += _expert_scale(config, kernels) * kernels.experts.held_bytes
-        source = "streams and what the experts' bench kept"
-    return HeldBytes(
-        unit=unit_type(dims, spec),
-        ac_mode=mode,
-        num_bytes=round(held),
-        origin=origin.value,
-        source=source,
-    )
 
 
 def kernel_calibration(config: Config, kernels: Kernels, transport: str) -> Calibration:
@@ -85,7 +60,6 @@ def kernel_calibration(config: Config, kernels: Kernels, transport: str) -> Cali
     at best. Hops go over InfiniBand."""
     dims = config.model.dims
     units: dict[tuple[str, str], UnitTimes] = {}
-    memory: dict[tuple[str, str], HeldBytes] = {}
     for spec in unit_specs(dims):
         for mode in MODES:
             key = (unit_type(dims, spec), mode)
@@ -101,7 +75,6 @@ def kernel_calibration(config: Config, kernels: Kernels, transport: str) -> Cali
                 origin=_least(pieces).value,
                 source="; ".join(sorted({f"{p.origin} {p.name}" for p in pieces})),
             )
-            memory[key] = held_bytes(config, spec, mode, kernels)
     sizes = set()
     for spec in unit_specs(dims)[:-1]:
         train = config.train
@@ -124,7 +97,6 @@ def kernel_calibration(config: Config, kernels: Kernels, transport: str) -> Cali
         zero_weights=False,
         profiled=False,
         units=tuple(units.values()),
-        memory=tuple(memory.values()),
         transfers=tuple(
             TransferTimes(
                 link="ib",

@@ -25,8 +25,9 @@ from ppruntime.projection.calibrate_kernels import (
 )
 from ppruntime.projection.kernel_records import Kernels
 from ppruntime.projection.pipeline import HopCost, Parts, Piece, StageCost
-from ppruntime.projection.planner import Found, Plan, find_plans
-from ppruntime.projection.planner_inputs import expert_variants, task_of
+from ppruntime.projection.planner import Found, Plan
+from ppruntime.projection.planner_inputs import expert_variants, task_of, with_fast_kernels
+from ppruntime.projection.planner_ledger import plans_that_fit
 from ppruntime.projection.planner_task import PlannedStage, Variant
 from ppruntime.projection.projector import Job, Origin
 from ppruntime.projection.simulate import (
@@ -40,7 +41,8 @@ from ppruntime.schedules import make
 
 H200_BYTES, SMALL_BYTES = 139e9, 79.5e9
 RESERVED_BYTES = 10e9
-"""Of a GPU: context, communication buffers, workspaces; assumed."""
+"""Of a GPU, what the memory ledger does not have: context, communication's own buffers, ops'
+workspaces, the allocator's slack; assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,9 @@ def job_of(config: Config, peak_flops: float = 989e12) -> Job:
 
 
 def search(config: Config, kernels: Kernels, memory_bytes: float) -> Found:
-    """The planner on the kernels' times; the transport's slow-down comes in the simulation."""
+    """The planner on the kernels' times, with memory by the ledger of the run that has them; the
+    transport's slow-down comes in the simulation."""
+    config = with_fast_kernels(config)
     task = task_of(
         config,
         kernel_calibration(config, kernels, "put"),
@@ -115,7 +119,7 @@ def search(config: Config, kernels: Kernels, memory_bytes: float) -> Found:
         link=None,
         variants=expert_variants(config, kernels),
     )
-    return find_plans(task)
+    return plans_that_fit(config, task)
 
 
 def project_plan(

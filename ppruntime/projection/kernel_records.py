@@ -28,8 +28,6 @@ class ExpertTimes:
     """Turning FP8 weights when a backward asks for it, instead of keeping a turned copy."""
     quantise_s: float
     """Weights to FP8, once a step."""
-    held_bytes: float
-    """Kept from forward to backward."""
     rows: int
     samples: int
     source: str
@@ -140,7 +138,6 @@ def _experts(record: Mapping[str, Any]) -> ExpertTimes:
         for n in range(2, 17)
         if ("ep8", "fwd + bwd", together := f"{backend}, n={n} ({n} micro-batches)") in rows
     }
-    kept = next(n for n in record["notes"] if n.startswith(f"ep8 {backend}: keeps"))
     case = next(n for n in record["notes"] if n.startswith("ep8: "))
     samples = len(rows["ep8", "fwd + bwd", name]["milliseconds"])
     return ExpertTimes(
@@ -150,7 +147,6 @@ def _experts(record: Mapping[str, Any]) -> ExpertTimes:
         fused_gain_s=gains,
         turn_s=seconds("turn", "on demand", "weights"),
         quantise_s=seconds("quantise", "with turned copy", "weights"),
-        held_bytes=1e9 * float(kept.split("keeps ")[1].split()[0]),
         rows=int(case.split("ep8: ")[1].split()[0]),
         samples=samples,
         source=f"moe-experts.json, ep8, {backend}, {samples} samples",

@@ -10,17 +10,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, pairwise, product
 
 from ppruntime.projection.planner_cut import Fronts
-from ppruntime.projection.planner_task import PlannedStage, Task, peak_bytes, stage_of, units_of
+from ppruntime.projection.planner_task import (
+    Flow,
+    PlannedStage,
+    Task,
+    slot_bytes,
+    stage_of,
+    units_of,
+    with_peak,
+)
 from ppruntime.projection.projector import ProjectionError
 from ppruntime.schedules import make
 from ppruntime.schedules.costs import Costs, Hops
-from ppruntime.schedules.counts import peak_in_flight
+from ppruntime.schedules.counts import Edge, peak_in_flight, slots_held
 from ppruntime.schedules.law import steady_time
 from ppruntime.schedules.machine import Interference, Link, Machine
-from ppruntime.schedules.ops import ScheduleError
+from ppruntime.schedules.ops import Schedule, ScheduleError
 from ppruntime.schedules.plan_warmup import plan_warmup
 from ppruntime.schedules.simulator import simulate_machine
 from ppruntime.schedules.timeline import simulate
@@ -77,8 +85,7 @@ def find_plans(task: Task, keep: int = 3) -> Found:
     plans: list[Plan] = []
     cut_s = math.inf
     for order in task.orders:
-        in_flight = _in_flight(order, task)
-        stages = fronts.best_cut(in_flight)
+        stages = fronts.best_cut(_least_flow(order, task))
         if stages is None:
             continue
         cut_s = min(cut_s, max(stage.work_s for stage in stages))
@@ -86,10 +93,10 @@ def find_plans(task: Task, keep: int = 3) -> Found:
     if not plans:
         raise ProjectionError(_nothing_fits(task))
     plans.sort(key=lambda plan: plan.step_s)
-    plans = sorted((_disturbed(task, plan) for plan in plans[:keep]), key=lambda plan: plan.step_s)
+    plans = sorted((disturbed(task, plan) for plan in plans[:keep]), key=lambda plan: plan.step_s)
     uniform, why = uniform_plan(task)
     if uniform is not None:
-        uniform = _disturbed(task, uniform)
+        uniform = disturbed(task, uniform)
     least = [min(unit.choices, key=lambda c: c.work_s).work_s for unit in task.units]
     balance = max(sum(least) / task.num_stages, max(least))
     return Found(
@@ -110,14 +117,15 @@ def uniform_plan(task: Task) -> tuple[Plan | None, str]:
     modes = sorted({choice.mode for unit in task.units for choice in unit.choices})
     best: Plan | None = None
     for order, mode, variant in product(task.orders, modes, task.variants):
-        in_flight = _in_flight(order, task)
+        flow = _least_flow(order, task)
         stages = []
         for p in range(task.num_stages):
             units = units_of(task, p * size, (p + 1) * size, p)
             chosen = [
                 next((c for c in unit.choices if c.mode == mode), unit.choices[0]) for unit in units
             ]
-            stages.append(stage_of(task, units, chosen, variant, in_flight[p], 0.0))
+            place = (p, p * size, (p + 1) * size)
+            stages.append(stage_of(task, place, chosen, variant, flow, 0.0))
         if any(stage.peak_bytes > task.memory_bytes for stage in stages):
             continue
         for plan in _played(task, order, tuple(stages)):
@@ -126,15 +134,24 @@ def uniform_plan(task: Task) -> tuple[Plan | None, str]:
     return best, "" if best else "no single mode fits the memory cap"
 
 
-def _in_flight(order: str, task: Task) -> tuple[int, ...]:
-    """Micro-batches each rank holds at the least with an order; more warm-up comes later."""
+def _least_flow(order: str, task: Task) -> Flow:
+    """What an order has there at the least; more warm-up comes later."""
     warmup = (
         tuple(min(task.num_micro_batches, task.num_stages - 1 - r) for r in range(task.num_stages))
         if order == "async_1f1b"
         else None
     )
     schedule = make(order, task.num_stages, task.num_micro_batches, warmup_step=warmup)
-    return peak_in_flight(schedule)
+    return _flow(schedule)
+
+
+def _flow(schedule: Schedule) -> Flow:
+    slots, stages = slots_held(schedule), range(schedule.num_stages)
+    return Flow(
+        peak_in_flight(schedule),
+        tuple(slots[Edge(s - 1, s, "F")] if s else 0 for s in stages),
+        tuple(slots[Edge(s + 1, s, "B")] if s + 1 < len(stages) else 0 for s in stages),
+    )
 
 
 def _played(task: Task, order: str, stages: tuple[PlannedStage, ...]) -> Iterator[Plan]:
@@ -144,7 +161,7 @@ def _played(task: Task, order: str, stages: tuple[PlannedStage, ...]) -> Iterato
     deferred = order == "1f1b_w"
     warmups: list[tuple[int, ...]] = []
     if order == "async_1f1b":
-        limits = [_most_in_flight(task, stage) for stage in stages]
+        limits = _most_in_flight(task, stages)
         try:
             planned = plan_warmup(
                 costs, hops, memory_budget=_falling(limits), defer_weight_grads=deferred
@@ -157,11 +174,9 @@ def _played(task: Task, order: str, stages: tuple[PlannedStage, ...]) -> Iterato
     for warmup in warmups:
         given = warmup if order == "async_1f1b" else None
         schedule = make(order, task.num_stages, task.num_micro_batches, warmup_step=given)
-        held = peak_in_flight(schedule)
-        final = tuple(
-            replace(s, in_flight=k, peak_bytes=peak_bytes(task, s, k))
-            for s, k in zip(stages, held, strict=True)
-        )
+        final = _with_flow(task, stages, _flow(schedule))
+        if any(stage.peak_bytes > task.memory_bytes * (1 + 1e-12) for stage in final):
+            continue  # slots took what was left for more warm-up
         yield Plan(
             name=f"searched cut, modes by half, {order}",
             order=order,
@@ -172,7 +187,7 @@ def _played(task: Task, order: str, stages: tuple[PlannedStage, ...]) -> Iterato
         )
 
 
-def _disturbed(task: Task, plan: Plan) -> Plan:
+def disturbed(task: Task, plan: Plan) -> Plan:
     """The plan with the step that it takes where transfers slow compute down; the rank that an op
     is on sends its messages one after another."""
     if task.interference == Interference():
@@ -203,11 +218,39 @@ def _falling(limits: Sequence[int]) -> list[int]:
     return [max(1, limit) for limit in limits]
 
 
-def _most_in_flight(task: Task, stage: PlannedStage) -> int:
-    free = task.memory_bytes - peak_bytes(task, stage, 0) - 2 * stage.offloaded_bytes
-    if not stage.held_bytes or free == math.inf:
-        return task.num_micro_batches
-    return min(task.num_micro_batches, int(free / stage.held_bytes))
+def _places(task: Task, stages: Sequence[PlannedStage]) -> list[tuple[int, int, int]]:
+    """Number, first half and the one behind the last of each stage."""
+    ends = [0, *accumulate(round(2 * stage.layers) for stage in stages)]
+    return [(p, first, last) for p, (first, last) in enumerate(pairwise(ends))]
+
+
+def _with_flow(task: Task, stages: Sequence[PlannedStage], flow: Flow) -> tuple[PlannedStage, ...]:
+    """The stages with what another order, or more warm-up, has there at once."""
+    return tuple(
+        with_peak(
+            task,
+            place[0],
+            replace(
+                stage,
+                in_flight=flow.in_flight[place[0]],
+                slot_bytes=task.every_rank_bytes + slot_bytes(task, flow, place),
+            ),
+        )
+        for stage, place in zip(stages, _places(task, stages), strict=True)
+    )
+
+
+def _most_in_flight(task: Task, stages: Sequence[PlannedStage]) -> list[int]:
+    """By stage; each further micro-batch has a slot as well."""
+    limits = []
+    for stage, (_, first, _) in zip(stages, _places(task, stages), strict=True):
+        each = stage.held_bytes + (task.units[first].boundary_bytes if first else 0.0)
+        free = task.memory_bytes - stage.peak_bytes
+        if not each or free == math.inf:
+            limits.append(task.num_micro_batches)
+        else:
+            limits.append(min(task.num_micro_batches, stage.in_flight + int(free / each)))
+    return limits
 
 
 def _nothing_fits(task: Task) -> str:

@@ -1,7 +1,7 @@
 """The best cut of a model into stages that fit memory, for given micro-batches in flight. Pure.
 
-For every run of half-layers the Pareto front of time against held bytes over its units' modes; over
-cuts, the smallest busiest stage by dynamic programming, exact.
+For every run of half-layers the Pareto front of time, held bytes and bytes that an op makes, over
+its units' modes; over cuts, the smallest busiest stage by dynamic programming, exact.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ from dataclasses import dataclass
 
 from ppruntime.projection.planner_task import (
     Choice,
+    Flow,
     PlannedStage,
     PlannedUnit,
     Task,
     Variant,
+    held_by,
+    reserved_bytes,
+    slot_bytes,
     stage_of,
     units_of,
+    update_bytes,
 )
 
 
@@ -25,27 +30,28 @@ from ppruntime.projection.planner_task import (
 class _Point:
     work_s: float
     held_bytes: float
+    made_bytes: float
     chosen: tuple[Choice, ...]
 
 
 class Fronts:
-    """For each run of units the modes that nothing beats in both time and held bytes."""
+    """For each run of units the modes that nothing beats in time and in both sizes."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
         self._halves = sum(unit.is_half for unit in task.units)
         self._longest = min(self._halves, math.ceil(2.5 * self._halves / task.num_stages) + 1)
         self._known: dict[tuple[int, int], list[_Point]] = {}
-        self._cuts: dict[tuple[int, ...], tuple[PlannedStage, ...] | None] = {}
+        self._cuts: dict[Flow, tuple[PlannedStage, ...] | None] = {}
 
-    def best_cut(self, in_flight: tuple[int, ...]) -> tuple[PlannedStage, ...] | None:
+    def best_cut(self, flow: Flow) -> tuple[PlannedStage, ...] | None:
         """The cut whose busiest stage is the shortest; of such cuts, the one with the least sum of
         squares. None if no cut fits."""
-        if in_flight not in self._cuts:
-            self._cuts[in_flight] = self._best_cut(in_flight)
-        return self._cuts[in_flight]
+        if flow not in self._cuts:
+            self._cuts[flow] = self._best_cut(flow)
+        return self._cuts[flow]
 
-    def _best_cut(self, in_flight: tuple[int, ...]) -> tuple[PlannedStage, ...] | None:
+    def _best_cut(self, flow: Flow) -> tuple[PlannedStage, ...] | None:
         task, halves = self._task, self._halves
         table: list[dict[tuple[int, int], PlannedStage]] = []
         for p in range(task.num_stages):
@@ -55,7 +61,7 @@ class Fronts:
                 ends = [halves] if p == task.num_stages - 1 else range(i, halves + 1)
                 for j in ends:
                     if j - i <= self._longest:
-                        stage = self._fitting(i, j, p, in_flight[p])
+                        stage = self._fitting((p, i, j), flow)
                         if stage is not None:
                             row[i, j] = stage
             table.append(row)
@@ -81,19 +87,21 @@ class Fronts:
             best = new
         return best.get(self._halves)
 
-    def _fitting(self, i: int, j: int, p: int, in_flight: int) -> PlannedStage | None:
-        """The fastest way to run halves i to j - 1 as stage p within memory."""
-        task, front = self._task, self._front(i, j, p)
+    def _fitting(self, place: tuple[int, int, int], flow: Flow) -> PlannedStage | None:
+        """The fastest way to run halves i to j - 1 as stage p within memory; `place`: p, i, j."""
+        p, i, j = place
+        task, front, in_flight = self._task, self._front(i, j, p), flow.in_flight[p]
         units = units_of(task, i, j, p)
         blocks = sum(unit.is_expert_block for unit in units)
-        alone = sum(unit.static_bytes for unit in units)
+        alone = sum(unit.static_bytes for unit in units) + task.every_rank_bytes
+        lasting = reserved_bytes(task, p) + slot_bytes(task, flow, place)
         shortest = math.inf
         best: tuple[_Point, Variant, float] | None = None
         for variant in task.variants:
             extra = blocks * (variant.input_grad_s + variant.weight_grad_s)
             static = alone + blocks * variant.static_bytes
-            free = task.memory_bytes - task.reserved_bytes - static
-            if free < 0:
+            free = task.memory_bytes - lasting - static
+            if free < max(0.0, update_bytes(units, variant)):
                 continue
             for point in front:  # fastest first
                 if point.work_s + extra >= shortest * (1 - 1e-12):
@@ -105,11 +113,11 @@ class Fronts:
         if best is None:
             return None
         point, variant, offloaded = best
-        return stage_of(task, units, point.chosen, variant, in_flight, offloaded)
+        return stage_of(task, place, point.chosen, variant, flow, offloaded)
 
     def _offloaded(self, point: _Point, extra: float, in_flight: int, free: float) -> float | None:
         """Bytes of a micro-batch that have to go to the host; None if even that does not fit."""
-        missing = in_flight * point.held_bytes - free
+        missing = in_flight * point.held_bytes + point.made_bytes - free
         if missing <= 0:
             return 0.0
         if not self._task.host_bytes_per_s or in_flight <= 2:
@@ -130,7 +138,7 @@ class Fronts:
             if j > max(i, 0):
                 front = self._longer(self._from(i, j - 1), units[j])  # half j - 1 is unit j
             else:
-                front = [_Point(0.0, 0.0, ())]
+                front = [_Point(0.0, 0.0, 0.0, ())]
                 front = self._longer(front, units[0]) if i < 0 else front
             self._known[i, j] = front
         return self._known[i, j]
@@ -139,7 +147,8 @@ class Fronts:
         points = _pareto(
             _Point(
                 point.work_s + choice.work_s,
-                point.held_bytes + choice.held_bytes,
+                point.held_bytes + held_by(choice, is_first=not point.chosen),
+                max(point.made_bytes, choice.made_bytes),
                 (*point.chosen, choice),
             )
             for point in front
@@ -149,9 +158,11 @@ class Fronts:
 
 
 def _pareto(points: Iterator[_Point]) -> list[_Point]:
-    """Fastest first; each holds less than all before it."""
+    """Fastest first; each holds or makes less than all before it."""
     front: list[_Point] = []
-    for point in sorted(points, key=lambda p: (p.work_s, p.held_bytes)):
-        if not front or point.held_bytes < front[-1].held_bytes:
+    least: dict[float, float] = {}  # held, by made bytes of those so far
+    for point in sorted(points, key=lambda p: (p.work_s, p.held_bytes, p.made_bytes)):
+        if all(point.held_bytes < held for made, held in least.items() if made <= point.made_bytes):
             front.append(point)
+            least[point.made_bytes] = point.held_bytes
     return front

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import product
+from itertools import pairwise, product
+from typing import get_args
 
 from msgspec.structs import replace
 
-from ppruntime.config.keys import Config, ExpertCompute
-from ppruntime.memory import activation_bytes, compute_dtype_name, state_bytes
+from ppruntime.config.keys import Config, ExpertCompute, RecomputeMode
+from ppruntime.experts.arena_bytes import arena_bytes
+from ppruntime.memory import (
+    activation_bytes,
+    compute_dtype_name,
+    gradient_bytes,
+    head_bytes,
+    lookup_bytes,
+    recompute_bytes,
+    state_bytes,
+    workspace_bytes,
+)
 from ppruntime.models.dims import UnitKind, UnitSpec, boundary_bytes, unit_specs
 from ppruntime.plan import StagePlan
-from ppruntime.projection.calibration import Calibration, on_data_ranks, transfer_seconds, unit_type
+from ppruntime.plan_report import boundary_of
+from ppruntime.projection.calibration import (
+    Calibration,
+    UnitTimes,
+    on_data_ranks,
+    transfer_seconds,
+    unit_type,
+)
 from ppruntime.projection.kernel_records import Kernels
 from ppruntime.projection.pipeline import check_fits
 from ppruntime.projection.planner_task import Choice, ExpertUse, PlannedUnit, Task, Variant
 from ppruntime.projection.projector import Origin, ProjectionError, weakest
-from ppruntime.recompute import in_mode, mode_name
+from ppruntime.recompute import in_mode, is_mode_name, mode_name
+from ppruntime.reduction_bytes import reduction_peak
 
 
 def task_of(
@@ -31,12 +50,12 @@ def task_of(
     variants: Sequence[Variant] = (),
 ) -> Task:
     """The planner's task: choices per unit from the calibration's rows of all its AC modes, bytes
-    from its memory rows, else by the model's sizes; `variants` are `expert_variants` of the config
-    if none are given. Raises ProjectionError for a missing row, and for times of another run."""
+    as the memory ledger has them; `variants` are `expert_variants` of the config if none are given.
+    Raises ProjectionError for a missing row, and for times of another run."""
     check_fits(config, None, calibration)
     specs = unit_specs(config.model.dims)
     return Task(
-        units=tuple(_unit(config, calibration, spec) for spec in specs),
+        units=_units(config, calibration, specs),
         num_stages=config.pp.size,
         num_micro_batches=config.train.num_micro_batches,
         hop_s=_hop(config, calibration, specs, link),
@@ -44,6 +63,7 @@ def task_of(
         reserved_bytes=reserved_bytes,
         variants=tuple(variants) or expert_variants(config),
         host_bytes_per_s=host_bytes_per_s,
+        every_rank_bytes=float(arena_bytes(config)),
         per_step_s=sum(
             on_data_ranks(piece, config.parallel.num_data_ranks).seconds
             for piece in calibration.per_step
@@ -93,19 +113,96 @@ def _variant(config: Config, use: ExpertUse, kernels: Kernels | None = None) -> 
         turn_s = use.fp8_transposed_on_demand * kernels.experts.turn_s
         gain_s = kernels.experts.fused_gain_s.get(num_fused, 0.0) * scale
     block = next(s for s in unit_specs(config.model.dims) if s.kind is UnitKind.MOE)
-    compute = replace(config.moe.compute, backend="triton", **asdict(use))
-    static = _state(config, compute, block) - _state(config, ExpertCompute(), block)
-    return Variant(name, static, input_grad_s=turn_s, weight_grad_s=-gain_s, use=use)
+    used = _with_experts(config, replace(config.moe.compute, backend="triton", **asdict(use)))
+    static = _state(used, block) - _state(_with_experts(config, ExpertCompute()), block)
+    return Variant(
+        name,
+        static,
+        input_grad_s=turn_s,
+        weight_grad_s=-gain_s,
+        use=use,
+        update_bytes=_update(used, block),
+    )
 
 
-def _state(config: Config, compute: ExpertCompute, spec: UnitSpec) -> float:
-    """What lies on a rank through a step for one unit, with its experts used as `compute` says."""
-    alone = StagePlan(index=0, rank=0, units=(spec,), before=None, after=spec)
-    state = state_bytes(replace(config, moe=replace(config.moe, compute=compute)), alone)
-    return float(state.weights + state.gradients + state.optimizer)
+def _with_experts(config: Config, compute: ExpertCompute) -> Config:
+    return replace(config, moe=replace(config.moe, compute=compute))
 
 
-def _unit(config: Config, calibration: Calibration, spec: UnitSpec) -> PlannedUnit:
+def _alone(spec: UnitSpec) -> StagePlan:
+    return StagePlan(index=0, rank=0, units=(spec,), before=None, after=spec)
+
+
+def _state(config: Config, spec: UnitSpec) -> float:
+    """What lies on a rank through a step for one unit."""
+    state = state_bytes(config, _alone(spec))
+    lookups = lookup_bytes(config, _alone(spec))
+    return float(state.weights + state.gradients + state.optimizer + lookups)
+
+
+def _update(config: Config, spec: UnitSpec) -> float:
+    applied = config.optim.apply_in_backward
+    return float(reduction_peak(config, [_alone(spec)], applied=applied).more)
+
+
+def _held(
+    config: Config, specs: Sequence[UnitSpec], mode: str
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """What a micro-batch keeps by each unit inside a stage, all units before it there in the same
+    mode, and by each unit as its stage's first."""
+    of_mode = in_mode(config, mode)
+    up_to = [0]
+    for index in range(len(specs)):
+        prefix = StagePlan(
+            index=0, rank=0, units=tuple(specs[: index + 1]), before=None, after=specs[index]
+        )
+        up_to.append(activation_bytes(of_mode, prefix))
+    inside = tuple(float(more - less) for less, more in pairwise(up_to))
+    return inside, tuple(float(activation_bytes(of_mode, _alone(spec))) for spec in specs)
+
+
+def _units(
+    config: Config, calibration: Calibration, specs: Sequence[UnitSpec]
+) -> tuple[PlannedUnit, ...]:
+    held = {
+        mode: _held(config, specs, checked_mode(mode))
+        for mode in {row.ac_mode for row in calibration.units}
+    }
+    return tuple(
+        _unit(
+            config,
+            calibration,
+            spec,
+            {mode: (inside[i], first[i]) for mode, (inside, first) in held.items()},
+        )
+        for i, spec in enumerate(specs)
+    )
+
+
+def checked_mode(name: str) -> str:
+    """The name. Raises ProjectionError for a calibration's mode that no run could have."""
+    if not is_mode_name(name):
+        raise ProjectionError(
+            f"the calibration has units with ac_mode {name}, which is none of "
+            f"{', '.join(get_args(RecomputeMode))}; calibrate it again"
+        )
+    return name
+
+
+def with_fast_kernels(config: Config) -> Config:
+    """The config with each kernel on "auto" that is on "reference": the run that kernels' records
+    are of, each part by the fastest that was timed."""
+    names = config.kernels.__struct_fields__
+    slow = [name for name in names if getattr(config.kernels, name) == "reference"]
+    return replace(config, kernels=replace(config.kernels, **dict.fromkeys(slow, "auto")))
+
+
+def _unit(
+    config: Config,
+    calibration: Calibration,
+    spec: UnitSpec,
+    held: Mapping[str, tuple[float, float]],
+) -> PlannedUnit:
     kind = unit_type(config.model.dims, spec)
     # A config has one list of what is saved, so a plan cannot mix two: rows of others stay out.
     lists = {mode_name(config, half) for half in unit_specs(config.model.dims)}
@@ -118,26 +215,33 @@ def _unit(config: Config, calibration: Calibration, spec: UnitSpec) -> PlannedUn
         raise ProjectionError(
             f"the calibration has no unit {kind}, which {spec.name} needs; calibrate it"
         )
-    held = {row.ac_mode: float(row.num_bytes) for row in calibration.memory if row.unit == kind}
-    alone = StagePlan(index=0, rank=0, units=(spec,), before=None, after=spec)
+    plain = _with_experts(config, ExpertCompute())  # a variant adds to that
     return PlannedUnit(
         name=spec.name,
-        choices=tuple(
-            Choice(
-                row.ac_mode,
-                row.forward_s,
-                row.input_grad_s,
-                row.weight_grad_s,
-                held[row.ac_mode]
-                if row.ac_mode in held
-                else float(activation_bytes(in_mode(config, row.ac_mode), alone)),
-            )
-            for row in rows
-        ),
-        static_bytes=_state(config, ExpertCompute(), spec),  # a variant adds to that
+        choices=tuple(_choice(config, spec, row, *held[row.ac_mode]) for row in rows),
+        static_bytes=_state(plain, spec),
         is_expert_block=spec.kind is UnitKind.MOE,
         is_half=spec.layer is not None,
         origin=weakest(*(Origin(row.origin) for row in rows)),
+        boundary_bytes=float(boundary_of(config, _alone(spec))),
+        gradient_bytes=float(gradient_bytes(config, spec)),
+        update_bytes=_update(plain, spec),
+    )
+
+
+def _choice(
+    config: Config, spec: UnitSpec, row: UnitTimes, held: float, first_held: float
+) -> Choice:
+    of_mode, alone = in_mode(config, row.ac_mode), _alone(spec)
+    made = recompute_bytes(of_mode, alone) + workspace_bytes(of_mode, alone)
+    return Choice(
+        mode=row.ac_mode,
+        forward_s=row.forward_s,
+        input_grad_s=row.input_grad_s,
+        weight_grad_s=row.weight_grad_s,
+        held_bytes=held,
+        first_held_bytes=first_held,
+        made_bytes=float(max(made, head_bytes(of_mode, alone).most)),
     )
 
 

@@ -20,6 +20,10 @@ class Choice:
     input_grad_s: float
     weight_grad_s: float
     held_bytes: float
+    first_held_bytes: float | None = None
+    """Where the unit begins a stage, so that what it gets lies in a slot; None: as elsewhere."""
+    made_bytes: float = 0.0
+    """What a backward computes again, or the head's loss allocates."""
 
     @property
     def work_s(self) -> float:
@@ -37,6 +41,12 @@ class PlannedUnit:
     is_half: bool
     """A half-layer; embedding and head go with the first and the last one."""
     origin: Origin = Origin.ASSUMED
+    boundary_bytes: float = 0.0
+    """Of a micro-batch, handed on where a stage ends with this unit."""
+    gradient_bytes: float = 0.0
+    """Of a micro-batch, coming back there."""
+    update_bytes: float = 0.0
+    """What reducing the unit's gradients takes beyond what lies there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,18 @@ class Variant:
     """Change of times."""
     use: ExpertUse | None = None
     """None: as the run's config has it."""
+    update_bytes: float | None = None
+    """In place of the unit's own; None: that stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What an order has there at once, by stage: micro-batches in flight, and receive buffers for
+    activations and for gradients."""
+
+    in_flight: tuple[int, ...]
+    forward_slots: tuple[int, ...]
+    backward_slots: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +96,7 @@ class Task:
     memory_bytes: float
     """The cap; inf: none."""
     reserved_bytes: float
-    """Of the cap: context, communication, buffers, workspaces."""
+    """Of the cap: what the ledger does not have, as context and the allocator's slack."""
     variants: tuple[Variant, ...] = (Variant("as it is", 0.0),)
     host_bytes_per_s: float = 0.0
     """To the host and back at once; 0: activations are never offloaded."""
@@ -82,6 +104,10 @@ class Task:
     interference: Interference = _UNDISTURBED
     """What transfers do to compute; the plans that are found are played with it."""
     orders: tuple[str, ...] = ("1f1b", "1f1b_w", "async_1f1b")
+    every_rank_bytes: float = 0.0
+    """On every rank throughout, whatever its units."""
+    margins: tuple[float, ...] = ()
+    """By stage: kept free besides, where sizes of units add up to less than the ledger's peak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +129,12 @@ class PlannedStage:
     offloaded_bytes: float
     """Of one micro-batch, moved to the host and back."""
     static_bytes: float
+    slot_bytes: float
+    """Receive buffers."""
+    made_bytes: float
+    """The most of its units': one after another computes again."""
+    update_bytes: float
+    """What reducing gradients takes beyond what lies there; at most, as earlier units' are gone."""
     in_flight: int
     peak_bytes: float
     """With what is reserved."""
@@ -122,17 +154,52 @@ def units_of(task: Task, first: int, last: int, stage: int) -> tuple[PlannedUnit
     return units
 
 
+def slot_bytes(task: Task, flow: Flow, place: tuple[int, int, int]) -> float:
+    """Receive buffers of a stage, `place`: its number, its first half and the one behind its
+    last."""
+    stage, first, last = place
+    total = 0.0
+    if stage > 0:
+        total += flow.forward_slots[stage] * task.units[first].boundary_bytes
+    if stage < task.num_stages - 1:
+        total += flow.backward_slots[stage] * task.units[last].gradient_bytes
+    return total
+
+
+def update_bytes(units: Sequence[PlannedUnit], variant: Variant) -> float:
+    """The most of the units', each by itself."""
+    return max(
+        (
+            variant.update_bytes
+            if unit.is_expert_block and variant.update_bytes is not None
+            else unit.update_bytes
+            for unit in units
+        ),
+        default=0.0,
+    )
+
+
+def held_by(choice: Choice, *, is_first: bool) -> float:
+    """Of one micro-batch, by a unit that begins a stage or stands in one."""
+    if is_first and choice.first_held_bytes is not None:
+        return choice.first_held_bytes
+    return choice.held_bytes
+
+
 def stage_of(
     task: Task,
-    units: Sequence[PlannedUnit],
+    place: tuple[int, int, int],
     chosen: Sequence[Choice],
     variant: Variant,
-    in_flight: int,
+    flow: Flow,
     offloaded: float,
 ) -> PlannedStage:
-    """A stage of these units in these modes. `offloaded` bytes of what a micro-batch keeps go to
-    the host."""
+    """The stage at `place` (as in `slot_bytes`) with its units in these modes. `offloaded` bytes of
+    what a micro-batch keeps go to the host."""
+    index, first, last = place
+    units = units_of(task, first, last, index)
     blocks = sum(unit.is_expert_block for unit in units)
+    held = sum(held_by(choice, is_first=k == 0) for k, choice in enumerate(chosen))
     stage = PlannedStage(
         layers=sum(unit.is_half for unit in units) / 2,
         units=tuple(unit.name for unit in units),
@@ -142,21 +209,26 @@ def stage_of(
         forward_s=sum(c.forward_s for c in chosen),
         input_grad_s=sum(c.input_grad_s for c in chosen) + blocks * variant.input_grad_s,
         weight_grad_s=sum(c.weight_grad_s for c in chosen) + blocks * variant.weight_grad_s,
-        held_bytes=sum(c.held_bytes for c in chosen) - offloaded,
+        held_bytes=held - offloaded,
         offloaded_bytes=offloaded,
         static_bytes=sum(u.static_bytes for u in units) + blocks * variant.static_bytes,
-        in_flight=in_flight,
+        slot_bytes=task.every_rank_bytes + slot_bytes(task, flow, place),
+        made_bytes=max((choice.made_bytes for choice in chosen), default=0.0),
+        update_bytes=update_bytes(units, variant),
+        in_flight=flow.in_flight[index],
         peak_bytes=0.0,
     )
-    return replace(stage, peak_bytes=peak_bytes(task, stage, in_flight))
+    return with_peak(task, index, stage)
 
 
-def peak_bytes(task: Task, stage: PlannedStage, in_flight: int) -> float:
-    """The most that a rank holds with so many micro-batches in flight."""
-    moving = min(in_flight, 2)  # one on its way out, one on its way back
-    return (
-        task.reserved_bytes
-        + stage.static_bytes
-        + in_flight * stage.held_bytes
-        + moving * stage.offloaded_bytes
-    )
+def with_peak(task: Task, index: int, stage: PlannedStage) -> PlannedStage:
+    """The stage with the most that its rank holds: in an op, or while gradients are reduced."""
+    moving = min(stage.in_flight, 2)  # one on its way out, one on its way back
+    in_ops = stage.in_flight * stage.held_bytes + moving * stage.offloaded_bytes + stage.made_bytes
+    lasting = reserved_bytes(task, index) + stage.static_bytes + stage.slot_bytes
+    return replace(stage, peak_bytes=lasting + max(in_ops, stage.update_bytes))
+
+
+def reserved_bytes(task: Task, index: int) -> float:
+    """Of the cap, what no size of units says."""
+    return task.reserved_bytes + (task.margins[index] if task.margins else 0.0)

@@ -54,7 +54,7 @@ def test_measured_pieces_are_the_benches_rows_and_the_rest_says_what_it_is():
     assert moe["dense"].origin is Origin.MODELLED
     assert moe["dispatch"].origin is Origin.MODELLED
     assert moe["streams and norms"].origin is Origin.MEASURED
-    attention = unit_pieces(config, specs["layers.24.attn"], "full", KERNELS)
+    attention = unit_pieces(config, specs["layers.24.attn"], "full_moe", KERNELS)
     assert [(p.name, p.origin) for p in attention] == [
         ("attention half", Origin.MEASURED),
         ("attention half, again", Origin.MEASURED),
@@ -98,7 +98,7 @@ def test_another_length_is_no_measurement():
     specs = {spec.name: spec for spec in unit_specs(config.model.dims)}
     moe = {p.name: p.origin for p in unit_pieces(config, specs["layers.5.moe"], "none", KERNELS)}
     assert moe["experts"] is Origin.MODELLED
-    found = unit_pieces(config, specs["layers.24.attn"], "full", KERNELS)
+    found = unit_pieces(config, specs["layers.24.attn"], "full_moe", KERNELS)
     origins = {p.name: p.origin for p in found}
     assert origins["attention"] is origins["attention, again"] is Origin.MODELLED
     assert origins["indexer"] is Origin.ASSUMED
