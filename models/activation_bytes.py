@@ -143,26 +143,34 @@ def backward_workspace(
     attention_kernel: bool = False,
 ) -> int:
     """Bytes that the backward of one unit makes and frees again, at the most, beside what autograd
-    saved for it. Only the reference of sparse attention has much: 0 for all else, and with
-    `attention_kernel`.
+    saved for it: the largest gradients inside a half and that of the streams around it; 0 for
+    embedding and head (`head_bytes`).
 
-    It gathers every query's keys in fp32, block by block, and holds a block three times: the keys,
-    and their gradients as keys and as values. Beside them lie scores, row numbers, what the op is
-    given and gives, and the gradient of the streams around it.
+    Without `attention_kernel` sparse attention's reference gathers every query's keys in fp32,
+    block by block, and holds a block three times: the keys, and their gradients as keys and as
+    values. Beside them lie scores and row numbers.
     """
-    if spec.kind is not UnitKind.ATTENTION or attention_kernel:
-        return 0
     run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
+    if spec.kind is UnitKind.MOE:
+        rows = run.tokens * dims.experts_per_token
+        return run.item * (rows * (dims.hidden_size + 2 * dims.expert_width) + run.streams)
+    if spec.kind is not UnitKind.ATTENTION:
+        return 0
+    heads = run.tokens * dims.num_heads * dims.head_dim
+    around = run.item * (2 * heads + run.streams)  # gradients of q, of what is attended, of streams
+    if attention_kernel:
+        return around
     slots, width = _num_slots(run, spec), dims.head_dim
     block = batch * min(seq_len, queries_at_once(batch, slots, width))
-    heads, in_block = run.tokens * dims.num_heads * width, block * dims.num_heads * width
+    in_block = block * dims.num_heads * width
     return (
-        _FP32 * (3 * block * slots * width + block * dims.num_heads * slots)
+        around
+        + _FP32 * (3 * block * slots * width + block * dims.num_heads * slots)
         + _INT64 * block * slots
         # In fp32: weighted values and the gradient of q; in a low dtype a widened q, too.
         + _FP32 * in_block
         + run.copy(in_block)
-        + run.item * (in_block + 2 * heads + run.streams)
+        + run.item * in_block
     )
 
 

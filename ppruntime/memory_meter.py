@@ -12,6 +12,7 @@ from ppruntime.memory_watch import DeviceCounter, MemoryWatch, TensorCounter
 from ppruntime.messages import gather_bytes
 from ppruntime.models.dispatch import Checked
 from ppruntime.trainer import Trainer
+from ppruntime.transports.base import HoldsDeviceMemory
 from ppruntime.wrap import gathered_weights
 
 
@@ -26,7 +27,7 @@ class MemoryMeter:
     def watch(self) -> MemoryWatch:
         """Of the next step, op by op."""
         if self._device is not None:
-            return MemoryWatch(DeviceCounter(self._device))
+            return MemoryWatch(DeviceCounter(self._device, other_bytes=self._outside_bytes()))
         pipeline = self._trainer.pipeline
         units = [unit for _, unit in pipeline.units]
         # Tables that are to lie in host memory count nowhere, as on a GPU.
@@ -53,7 +54,7 @@ class MemoryMeter:
         if self._device is not None:
             stats = torch.cuda.memory_stats(self._device)
             peak, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-            outside = sum(d.outside_bytes for d in pipeline.dispatchers if isinstance(d, Checked))
+            outside = self._outside_bytes()
             peak += outside
             reserved += outside
         if watch is not None:
@@ -73,6 +74,14 @@ class MemoryMeter:
             peak_bytes=peak,
             reserved_bytes=reserved,
         )
+
+    def _outside_bytes(self) -> int:
+        """Buffers on the device that torch's allocator does not count."""
+        pipeline = self._trainer.pipeline
+        found = sum(d.outside_bytes for d in pipeline.dispatchers if isinstance(d, Checked))
+        if isinstance(pipeline.transport, HoldsDeviceMemory):
+            found += pipeline.transport.outside_bytes
+        return found
 
     def gather(
         self, group: ProcessGroup, watch: MemoryWatch | None = None

@@ -92,10 +92,11 @@ class MemoryWatch:
 
 
 class DeviceCounter:
-    """CUDA's allocator. `begin` resets its peak: whoever wants the step's asks `MemoryWatch`."""
+    """CUDA's allocator, and `other_bytes` that are there throughout. `begin` resets its peak:
+    whoever wants the step's asks `MemoryWatch`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, other_bytes: int = 0) -> None:
+        self._device, self._other_bytes = device, other_bytes
 
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -103,9 +104,9 @@ class DeviceCounter:
     def read(self) -> tuple[int, int, int | None]:
         stats = torch.cuda.memory_stats(self._device)
         return (
-            stats["allocated_bytes.all.current"],
-            stats["allocated_bytes.all.peak"],
-            stats["reserved_bytes.all.current"],
+            stats["allocated_bytes.all.current"] + self._other_bytes,
+            stats["allocated_bytes.all.peak"] + self._other_bytes,
+            stats["reserved_bytes.all.current"] + self._other_bytes,
         )
 
     def __enter__(self) -> DeviceCounter:

@@ -63,12 +63,12 @@ class StageReport:
     recompute_bytes: int
     """What the backward of the largest recomputed half-layer makes anew."""
     workspace_bytes: int
-    """What the largest operation of a backward makes and frees again: the reference's sparse
-    attention's; others are not known."""
+    """Gradients inside the half-layer of a backward that makes the most of them, and what the
+    reference's sparse attention takes; other operations' are not known."""
     head_bytes: int
     """What the head's loss allocates: logits and their gradients; before or after a recompute."""
     slot_bytes: int
-    """Receive buffers for activations and gradients from other ranks, and for Engram rows."""
+    """Buffers of hops to and from other ranks, and for Engram rows."""
     host_bytes: int
     """Host memory for what is offloaded and for Engram tables there; no part of the total."""
     in_flight: int
@@ -232,12 +232,11 @@ _LEGEND = (
     "bytes of one rank, by the model's sizes. grads: fp32 sums; optim: masters and moments;"
     " acts: saved for the backward",
     "by all micro-batches in flight at the peak; made: the largest half-layer that is recomputed,"
-    " and what the",
-    "reference's sparse attention takes in its backward, or the head's logits and their gradients,"
-    " if they are more;",
-    "slots: receive buffers; total: all columns together, or what is there behind the last op"
-    " while gradients are",
-    "reduced, if that is more",
+    " and the gradients",
+    "inside one, or the head's logits and their gradients, if they are more; slots: buffers of"
+    " hops; total:",
+    "all columns together, or what is there behind the last op while gradients are reduced, if that"
+    " is more",
 )
 
 
@@ -471,13 +470,27 @@ def _peak(
 
 
 def _slot_bytes(config: Config, order: Order, plan: Sequence[StagePlan], stage: StagePlan) -> int:
-    """Receive buffers of hops from other ranks, and what Engram's lookups take up."""
+    """Buffers of hops to and from other ranks, and what Engram's lookups take up."""
     s, total = stage.index, lookup_bytes(config, stage)
     if s > 0 and plan[s - 1].rank != stage.rank:
-        total += order.slots[Edge(s - 1, s, "F")] * boundary_of(config, plan[s - 1])
+        before = plan[s - 1]
+        total += order.slots[Edge(s - 1, s, "F")] * boundary_of(config, before)
+        sent = order.slots[Edge(s, s - 1, "B")]
+        total += _buffers_to_send(config, s - 1, sent) * gradient_bytes(config, before.after)
     if s + 1 < len(plan) and plan[s + 1].rank != stage.rank:
         total += order.slots[Edge(s + 1, s, "B")] * gradient_bytes(config, stage.after)
+        sent = order.slots[Edge(s, s + 1, "F")]
+        total += _buffers_to_send(config, s, sent) * boundary_of(config, stage)
     return total
+
+
+def _buffers_to_send(config: Config, hop: int, slots: int) -> int:
+    """Messages that the source's end of a channel has room for: put's window is as large as the
+    other end's, nccl packs one at a time. Of "auto" nothing is known before the run: copy_engine,
+    inside a host, has none."""
+    named = config.pp.transport
+    kind = named if isinstance(named, str) else named[hop]
+    return {"put": slots, "nccl": 1}.get(kind, 0)
 
 
 def _span(units: Sequence[str]) -> str:

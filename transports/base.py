@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -91,6 +91,15 @@ class Channel:
             f"{self.kind} channel {self.id} (stage {self.src_stage} on rank {self.src_rank}"
             f" -> stage {self.dst_stage} on rank {self.dst_rank})"
         )
+
+
+@runtime_checkable
+class HoldsDeviceMemory(Protocol):
+    """A transport whose buffers are not all of torch's allocator."""
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of this rank's GPU in buffers that the allocator does not count."""
 
 
 class Transport(Protocol):

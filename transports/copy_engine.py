@@ -180,6 +180,7 @@ class _Fabric:
         self._driver, self._device = driver, device
         self._stream = OwnStream(driver, device)
         self._memories: list[MappedMemory] = []
+        self.outside_bytes = 0
         self.sources: dict[int, _Source] = {}
         self.destinations: dict[int, _Destination] = {}
 
@@ -198,6 +199,7 @@ class _Fabric:
         layout = plan_pair(channels)
         own, descriptor = allocate(driver, device.index, layout.num_bytes[rank])
         self._memories.append(own)
+        self.outside_bytes += own.num_bytes
         memory = tensor_at(own.address, own.num_bytes, device)
         memory[: layout.word_bytes].zero_()
         # One local word per channel, to stage counts in; zero before any count is staged.

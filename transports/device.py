@@ -85,6 +85,10 @@ class ReceiveEnd(Protocol):
 class Fabric(Protocol):
     """What the channel ends of one rank share."""
 
+    @property
+    def outside_bytes(self) -> int:
+        """See `base.HoldsDeviceMemory`."""
+
     def unblock(self) -> bool:
         """Lets every wait that this rank's streams are in pass, without data. Called after an
         abort, again and again until none waits; returns at once. False if nothing can, or nothing
@@ -167,6 +171,11 @@ class DeviceTransport:
     def streams(self) -> tuple[torch.cuda.Stream, ...]:
         """The streams of all channel ends of this rank; for the start-up test and profiles."""
         return tuple(stream.torch for stream in self._own_streams())
+
+    @property
+    def outside_bytes(self) -> int:
+        """See `base.HoldsDeviceMemory`."""
+        return self._fabric.outside_bytes
 
     def stream_of(self, channel: Channel) -> torch.cuda.Stream:
         """The stream of this rank's end of the channel."""

@@ -197,6 +197,8 @@ class _Destination:
 class _Fabric:
     """What an abort ends."""
 
+    outside_bytes = 0
+
     def __init__(self, comms: Communicators) -> None:
         self._comms = comms
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ppruntime.transports.base import Channel, Transport, TransportError
+from ppruntime.transports.base import Channel, HoldsDeviceMemory, Transport, TransportError
 from ppruntime.transports.device import DeviceTransport
 
 
@@ -50,6 +50,12 @@ class PerChannelTransport:
         for transport in self._transports:
             if isinstance(transport, DeviceTransport):
                 transport.on_abort = self.abort
+
+    @property
+    def outside_bytes(self) -> int:
+        """See `base.HoldsDeviceMemory`."""
+        holders = (t for t in self._transports if isinstance(t, HoldsDeviceMemory))
+        return sum(holder.outside_bytes for holder in holders)
 
     def post(self, channel: Channel, micro_batch: int) -> None:
         self._carrier(channel).post(channel, micro_batch)

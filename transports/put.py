@@ -98,6 +98,7 @@ class _Edge:
     nccl: Nccl
     comm: int
     address: int
+    num_bytes: int
     window: int
 
 
@@ -215,6 +216,10 @@ class _Fabric:
         self._comms = comms
         self.edges: list[_Edge] = []
 
+    @property
+    def outside_bytes(self) -> int:
+        return sum(edge.num_bytes for edge in self.edges)
+
     def unblock(self) -> bool:
         """Nothing can: the signal counts are NCCL's own."""
         return not self.edges
@@ -323,7 +328,7 @@ def _open_edge(comms: Communicators, channel: Channel, is_source: bool) -> _Edge
             " symmetric window here (no peer access between the GPUs, cuMem switched off, or no"
             ' network plugin with RMA between hosts); set pp.transport = "nccl"'
         )
-    return _Edge(nccl, comm, address, window)
+    return _Edge(nccl, comm, address, num_bytes, window)
 
 
 def _warm_up(edge: _Edge, is_source: bool, stream: OwnStream) -> None:
