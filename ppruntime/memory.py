@@ -269,9 +269,9 @@ def backward_peak(
     Unless it `frees`, what put-off weight gradients read stays, or all activations where that is
     not known.
 
-    A unit counts twice: with its sums, and before it makes most of them, with its workspace. Where
-    there are sums already nothing is known to come on top at the start, and that is taken for the
-    moment of the largest recompute.
+    A unit counts twice: with its sums, and before it makes most of them, with its workspace. In a
+    later backward the largest recompute counts beside all activations: what it may free by then
+    stands for gradients under way, which are not known.
     """
     kept, moments = activation_bytes(config, stage), []
     put_off = None if frees else _put_off_bytes(config, stage)
