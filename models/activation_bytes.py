@@ -175,6 +175,76 @@ def backward_workspace(
 
 
 @dataclass(frozen=True, slots=True)
+class PutOff:
+    """What put-off weight gradients of a unit read."""
+
+    num_bytes: int
+    """The carry's streams apart."""
+    reads_streams: bool
+    """Whether they read the streams that the unit gets, too."""
+
+
+def put_off_operands(
+    dims: ModelDims, spec: UnitSpec, batch: int, seq_len: int, dtype: str
+) -> PutOff | None:
+    """What a unit holds between an input gradient and its put-off weight gradients, whatever it
+    kept before: what its linear layers got, and the gradients of what they gave, each piece of
+    memory once. None where it is not known: another residual than mHC, an indexer that learns.
+    """
+    if dims.residual_type != "mhc" or dims.indexer_learns:
+        return None
+    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
+    tokens, wide, streams = run.tokens, dims.hidden_size, dims.num_streams
+    match spec.kind:
+        case UnitKind.EMBED:
+            return PutOff(0, reads_streams=False)
+        case UnitKind.HEAD:
+            total = run.item * tokens * (wide + dims.vocab_size)
+            if dims.family != "v4":
+                return PutOff(total, reads_streams=False)
+            return PutOff(
+                total + run.copy(run.streams) + _FP32 * tokens * streams,
+                reads_streams=not run.is_low,
+            )
+    coefficients = _FP32 * tokens * (2 * streams + streams * streams)
+    if spec.kind is UnitKind.MOE:
+        return PutOff(coefficients + _moe_operands(run), reads_streams=True)
+    has_engram = spec.engram_parameters > 0
+    total = coefficients + _attention_operands(run, spec)
+    if has_engram:
+        rows = (dims.engram_max_order - 1) * dims.engram_heads * dims.engram_head_dim
+        total += run.item * (tokens * (rows + (streams + 1) * wide) + run.streams)
+    return PutOff(total, reads_streams=not has_engram)
+
+
+def _moe_operands(run: _Run) -> int:
+    """Experts, shared expert and router, whose input is widened."""
+    dims, tokens = run.dims, run.tokens
+    rows, shared = tokens * dims.experts_per_token, dims.num_shared_experts * dims.expert_width
+    wide = run.item * (rows + tokens) * 2 * dims.hidden_size  # x, and the gradient of what is given
+    inner = run.item * (rows * dims.expert_width + tokens * shared) * 3  # and gate's and up's
+    router = run.copy(tokens * dims.hidden_size) + _FP32 * tokens * dims.num_experts
+    return wide + inner + router
+
+
+def _attention_operands(run: _Run, spec: UnitSpec) -> int:
+    """x, the query's latent, heads and groups of the output, and gradients: the latent's, the
+    heads', the keys', the groups', y's; of compressors their widened input and two gradients."""
+    assert spec.layer is not None
+    dims, tokens = run.dims, run.tokens
+    heads, groups = dims.num_heads * dims.head_dim, dims.o_groups * dims.o_lora_rank
+    inputs = dims.hidden_size + dims.q_lora_rank + heads + groups
+    total = run.item * tokens * (inputs + inputs + dims.head_dim)
+    ratio = dims.compress_ratios[spec.layer]
+    if spec.role is Role.FULL and ratio == 1:
+        return total + run.item * tokens * dims.head_dim
+    if spec.role in (Role.FULL, Role.CSA, Role.HCA) and run.seq_len >= ratio:
+        width = dims.head_dim * (2 if spec.role is Role.CSA else 1)
+        total += run.compressed + 2 * _FP32 * tokens * width
+    return total
+
+
+@dataclass(frozen=True, slots=True)
 class _Result:
     """What one op gives."""
 

@@ -22,6 +22,7 @@ from ppruntime.memory import (
     gradient_bytes,
     head_bytes,
     holdings,
+    put_off_sums,
     sharded_master_bytes,
     state_bytes,
     table_bytes,
@@ -208,7 +209,8 @@ def _moments(
     state: Mapping[int, StateBytes],
 ) -> Iterator[Moment]:
     """One per computation of a rank's lowered order, and the update. Masters of `own` stages leave
-    and come back, sums of gradients are made by the first backward. With updates in the backward a
+    and come back, sums of gradients are made by the first backward; where it is split those of
+    linear layers by its W, as far as `put_off_sums` knows them. With updates in the backward a
     stage's weights and sums go behind its last op."""
     masters = {stage.index: master_bytes(config, stage) for stage in own}
     leave, through = set[Op](), set[Op]()
@@ -219,6 +221,7 @@ def _moments(
     applied = {op.stage: op for op in ops} if config.optim.apply_in_backward else {}
     held = away = 0
     to_come = {index: part.gradients for index, part in state.items()}
+    put_off = {stage.index: put_off_sums(config, stage) for stage in own}
     peaks = _BackwardPeaks(config, own)
     losses = {stage.index: head_bytes(config, stage) for stage in own}
     done: list[StagePlan] = []
@@ -231,7 +234,11 @@ def _moments(
         if kind is Kind.F:
             held += stage.held_bytes
         elif kind in (Kind.B, Kind.I):
-            peak = peaks.of(op, is_first=to_come.pop(op.stage, None) is not None)
+            peak = peaks.of(op, is_first=op.stage in to_come)
+            if to_come.pop(op.stage, 0) and kind is Kind.I and put_off[op.stage]:
+                to_come[op.stage] = put_off[op.stage]
+        elif kind is Kind.W:
+            to_come.pop(op.stage, None)
         elif kind is Kind.OFFLOADED:
             held -= stage.leaving_bytes
         elif kind is Kind.RELOAD:
@@ -247,8 +254,7 @@ def _moments(
             peak.head,
             _absent(gone),
         )
-        if kind in (Kind.B, Kind.W):
-            held -= stage.held_bytes
+        held -= _gone(stage, kind)
         if op in through:
             away -= masters[op.stage]
         if applied.get(op.stage) == op:
@@ -269,6 +275,19 @@ def _moments(
         yield Moment(UPDATE, 0, 0, workspaces=reduction.buffer, absent=_absent(reduction))
 
 
+def _gone(stage: StageReport, kind: Kind) -> int:
+    """What a micro-batch gives up at the end of one of its backward's ops."""
+    match kind:
+        case Kind.B:
+            return stage.held_bytes
+        case Kind.I:
+            return stage.lighter_bytes
+        case Kind.W:
+            return stage.held_bytes - stage.lighter_bytes
+        case _:
+            return 0
+
+
 class _BackwardPeaks:
     """Peaks of the backwards of a rank's stages, each worked out once."""
 
@@ -278,7 +297,7 @@ class _BackwardPeaks:
         self._found: dict[tuple[int, Kind, bool], BackwardPeak] = {}
 
     def of(self, op: Op, *, is_first: bool) -> BackwardPeak:
-        """That of the op, a B or an I. The sums that a first I makes are all counted."""
+        """That of the op, a B or an I. The sums that a first I makes are all counted as there."""
         key = op.stage, op.kind, is_first and op.kind is Kind.B
         if key not in self._found:
             frees, stage = op.kind is Kind.B, self._own[op.stage]

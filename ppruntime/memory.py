@@ -11,6 +11,7 @@ from ppruntime.models.activation_bytes import (
     backward_workspace,
     kept_fields,
     kept_results,
+    put_off_operands,
     saved_bytes,
 )
 from ppruntime.models.dims import (
@@ -247,7 +248,8 @@ class BackwardPeak:
     activations are freed and sums made, ahead of it activations wait."""
 
     freed: int = 0
-    """Of the micro-batch's activations."""
+    """Of the micro-batch's activations; below 0 where more was made for put-off weight gradients
+    than is gone."""
     recompute: int = 0
     """Made again by the unit that is computed."""
     workspace: int = 0
@@ -268,18 +270,20 @@ def backward_peak(
     config: Config, stage: StagePlan, *, is_first: bool = False, frees: bool = True
 ) -> BackwardPeak:
     """The first of the moments with the most, of the stage's first backward or of a later one.
-    Unless it `frees`, the micro-batch's activations stay to its end: put-off weight gradients read
-    many of them.
+    Unless it `frees`, what put-off weight gradients read stays, or all activations where that is
+    not known.
 
     In a first backward a unit counts twice: with its sums, and before it makes most of them, with
     its workspace.
     """
     kept, moments = activation_bytes(config, stage), []
+    put_off = None if frees else _put_off_bytes(config, stage)
     to_come = sum(held.sums for spec in stage.units for held in holdings(config, stage, spec))
     for i, spec in reversed([*enumerate(stage.units)]):
         up_to_here = replace(stage, units=stage.units[: i + 1])
-        alone = replace(stage, units=(spec,))
-        freed = kept - activation_bytes(config, up_to_here) if frees else 0
+        alone, freed = replace(stage, units=(spec,)), 0
+        if frees or put_off is not None:
+            freed = kept - activation_bytes(config, up_to_here) - sum((put_off or ())[i + 1 :])
         again, work = recompute_bytes(config, alone), _workspace_bytes(config, spec)
         head = head_bytes(config, alone)
         later = to_come - _output_sums(config, stage, spec)
@@ -291,6 +295,54 @@ def backward_peak(
             loss = head.backward if frees else head.input_grad
             moments.append(BackwardPeak(freed, again, work, loss))
     return max(moments, key=lambda moment: moment.more, default=BackwardPeak())
+
+
+def lighter_bytes(config: Config, stage: StagePlan) -> int:
+    """By how much lighter a micro-batch is between an input gradient and its put-off weight
+    gradients than before: below 0 where a recompute made more for them than was kept. 0 where what
+    they read is not known."""
+    put_off = _put_off_bytes(config, stage)
+    return 0 if put_off is None else activation_bytes(config, stage) - sum(put_off)
+
+
+def put_off_sums(config: Config, stage: StagePlan) -> int:
+    """Gradient sums that an input gradient does not make, but the put-off weight gradients: those
+    of linear layers. 0 where `lighter_bytes` does not know either."""
+    if _put_off_bytes(config, stage) is None:
+        return 0
+    of_linears = (
+        held.sums
+        for spec in stage.units
+        for parameter, held in zip(
+            unit_parameters(config.model.dims, spec), holdings(config, stage, spec), strict=True
+        )
+        if len(parameter.shape) > 1 and parameter.name.endswith(".weight")
+        if spec.kind is not UnitKind.EMBED
+    )
+    return sum(of_linears)
+
+
+_OF_LINEARS = (
+    *("linear", "head", "mhc", "rope", "grouped_output"),
+    *("compressor", "router", "swiglu", "engram"),
+)
+"""Kernels that save other operands than the reference."""
+
+
+def _put_off_bytes(config: Config, stage: StagePlan) -> list[int] | None:
+    """What put-off weight gradients of each unit read, beside what was received; None unless all
+    that has weights is the reference's."""
+    kernels, compute = config.kernels, config.moe.compute
+    if compute.backend != "torch" or any(getattr(kernels, n) != "reference" for n in _OF_LINEARS):
+        return None
+    found = []
+    for i, spec in enumerate(stage.units):
+        operands = put_off_operands(*_case(config, spec))
+        if operands is None:
+            return None
+        streams = _field_bytes(config, stage.units[i - 1], "streams") if i else 0
+        found.append(operands.num_bytes + operands.reads_streams * streams)
+    return found
 
 
 def _output_sums(config: Config, stage: StagePlan, spec: UnitSpec) -> int:

@@ -19,6 +19,7 @@ from ppruntime.memory import (
     gradient_bytes,
     head_bytes,
     host_table_bytes,
+    lighter_bytes,
     lookup_bytes,
     recompute_bytes,
     state_bytes,
@@ -77,6 +78,8 @@ class StageReport:
     """What one micro-batch in flight keeps there, beside receive buffers."""
     leaving_bytes: int
     """By how much an offloaded one is lighter."""
+    lighter_bytes: int
+    """By how much one is lighter between I and W; below 0 where a recompute makes it heavier."""
     update_bytes: int
     """All that is there while gradients are reduced, with the buffer for that."""
 
@@ -293,7 +296,8 @@ def _stages(
         s, state = stage.index, state_bytes(config, stage)
         in_flight = _peak(order, {s: 1}, {s: 0}).activations
         leaving, masters = {s: leaving_bytes(config, stage)}, {s: master_bytes(config, stage)}
-        held = _peak(order, {s: per_micro_batch[s]}, leaving, masters)
+        lighter = {s: lighter_bytes(config, stage)}
+        held = _peak(order, {s: per_micro_batch[s]}, leaving, masters, lighter)
         slots = _slot_bytes(config, order, plan, stage)
         reports.append(
             StageReport(
@@ -318,6 +322,7 @@ def _stages(
                 in_flight=in_flight,
                 held_bytes=per_micro_batch[s],
                 leaving_bytes=leaving[s],
+                lighter_bytes=lighter[s],
                 update_bytes=state.weights
                 + state.gradients
                 + state.optimizer
@@ -341,7 +346,9 @@ def _rank(
     weights = sum(s.weight_bytes for s in stages)
     gradients = sum(s.gradient_bytes for s in stages)
     masters = {stage.index: master_bytes(config, stage) for stage in plan}
-    held = _peak(order, {s.stage: per_micro_batch[s.stage] for s in stages}, leaving, masters)
+    sizes = {s.stage: per_micro_batch[s.stage] for s in stages}
+    lighter = {s.stage: s.lighter_bytes for s in stages}
+    held = _peak(order, sizes, leaving, masters, lighter)
     all_optimizer = sum(state_bytes(config, stage).optimizer for stage in plan)
     optimizer = all_optimizer + held.masters - sum(masters.values())
     activations = held.activations
@@ -438,10 +445,12 @@ def _peak(
     sizes: Mapping[int, int],
     moved: Mapping[int, int],
     masters: Mapping[int, int] | None = None,
+    lighter: Mapping[int, int] | None = None,
 ) -> _Held:
     """The most that is held at once of some stages of one rank, `sizes` being what a micro-batch in
     flight weighs on each: from F to B, or to W where the backward is split; less `moved` between
-    OFFLOADED and RELOAD. `masters` by stage come and go if they are given."""
+    OFFLOADED and RELOAD, less `lighter` between I and W. `masters` by stage come and go if they are
+    given."""
     rank = order.computations.stage_to_rank[min(sizes)]
     ops = list(order.lowered.ops(rank))
     changes: dict[Op, int] = {}  # of masters, before the op if negative, else after it
@@ -457,8 +466,12 @@ def _peak(
         here += min(change, 0)
         if op.kind is Kind.F:
             held += size
-        elif op.kind in (Kind.B, Kind.W):
+        elif op.kind is Kind.B:
             held -= size
+        elif op.kind is Kind.I:
+            held -= (lighter or {}).get(op.stage, 0)
+        elif op.kind is Kind.W:
+            held -= size - (lighter or {}).get(op.stage, 0)
         elif op.kind is Kind.OFFLOADED:
             held -= moved[op.stage]
         elif op.kind is Kind.RELOAD:

@@ -226,13 +226,14 @@ def test_tokens_sent_once_train_as_rows_do_and_a_recompute_changes_no_bit(tmp_pa
         "tokens": (train_by_tokens, ()),
         "recomputed": (train_by_tokens, ("ac.mode=full",)),
         "all-again": (train_by_tokens, ("ac.mode=full_moe",)),
+        "saved": (train_by_tokens, ("ac.mode=selective", 'ac.save=["experts"]')),
         "deferred": (train_by_tokens, ("pp.schedule=1f1b_w",)),
     }
     for name, (run, more) in runs.items():
         told = run_ranks(2, run, str(tmp_path / name), (*two, *more))
         assert [code for code, _, _ in told] == [0, 0], told
     path = {name: tmp_path / name / "metrics.jsonl" for name in runs}
-    for name in ("recomputed", "all-again", "deferred"):
+    for name in ("recomputed", "all-again", "saved", "deferred"):
         assert compare_metrics(path[name], path["tokens"]).equal, name
     for step, other in zip(read_metrics(path["tokens"]), read_metrics(path["rows"]), strict=True):
         assert step.loss == pytest.approx(other.loss, rel=1e-5)

@@ -224,16 +224,36 @@ LAYOUTS = {
     "V, recomputed": (*DUALPIPE_V, *BF16, "ac.mode=full"),
     "V of V4": (*DUALPIPE_V, *BF16, "model.name=tiny-v4"),
     "zb_v": (*WIDE, *BF16, "pp.schedule=zb_v"),
+    "zb_v, recomputed": (*WIDE, *BF16, "pp.schedule=zb_v", "ac.mode=full"),
+    "zb_v, saved": (
+        *(*WIDE, *BF16, "pp.schedule=zb_v", "ac.mode=selective"),
+        'ac.save=["projections"]',
+    ),
     "v_half": (*WIDE, *BF16, "pp.schedule=v_half"),
+    "v_min": (*WIDE, *BF16, "pp.schedule=v_min"),
+    "zb_h2 of V4, all again": (
+        *(*WIDE, *BF16, "pp.schedule=zb_h2", "ac.mode=full_moe"),
+        "model.name=tiny-v4",
+    ),
 }
 
 
-def test_peaks_are_planned_within_three_percent_where_activations_are_most(run_ranks):
-    """They lie in a backward: beside all activations it has the workspace of sparse attention's."""
-    for found in run_ranks(2, peaks_of, LAYOUTS):
+QUICK = ("V", "V, pairs", "zb_v, recomputed", "v_min")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [QUICK, pytest.param([name for name in LAYOUTS if name not in QUICK], marks=pytest.mark.long)],
+    ids=len,
+)
+def test_peaks_are_planned_within_two_percent_where_activations_are_most(names, run_ranks):
+    """They lie in a backward: beside all activations it has the workspace of sparse attention's.
+    Split ones hold what put-off weight gradients read."""
+    cases = {name: LAYOUTS[name] for name in names}
+    for found in run_ranks(2, peaks_of, cases, timeout_seconds=300):
         for name, peaks in found.items():
             assert peaks.op[1] in "BI", name
-            assert peaks.predicted == pytest.approx(peaks.measured, rel=0.03), (name, peaks)
+            assert peaks.predicted == pytest.approx(peaks.measured, rel=0.02), (name, peaks)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b_w", "dualpipe_v", "interleaved_1f1b"])

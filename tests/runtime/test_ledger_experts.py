@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import measured_activations
 import pytest
@@ -24,6 +24,8 @@ from ppruntime.models.parameters import Part
 from ppruntime.models.save_points import SavePoint
 from ppruntime.models.units import build_unit
 from ppruntime.plan import cut
+from ppruntime.recompute import kept_points
+from ppruntime.wrap import wrap_units
 
 WIDE = ("model.hidden_size=128", "model.expert_width=128", "train.precision=bf16")
 
@@ -53,9 +55,9 @@ def test_what_exchanges_give_is_kept_as_planned():
     unit = build_unit(dims, spec, moe=MoEOptions(dispatcher=AllToAll(Mirror())))
     carry = measured_activations.blank_carry(dims, before, 1, 16, "float32")
     real = {
-        name: torch.ones(field.shape, dtype=field.dtype, requires_grad=field.requires_grad)
-        for name, field in carry._asdict().items()
-        if isinstance(field, Tensor)
+        name: torch.ones(each.shape, dtype=each.dtype, requires_grad=each.requires_grad)
+        for name, each in carry._asdict().items()
+        if isinstance(each, Tensor)
     }
     ids = torch.arange(16).unsqueeze(0)
     found = measured_activations.measure([unit], carry._replace(**real), MicroBatch(ids, ids, ids))
@@ -68,6 +70,49 @@ def test_what_exchanges_give_is_kept_as_planned():
     assert kept.saved_again == planned.saved_again
     alone = kept_results(dims, spec, frozenset({SavePoint.EXPERTS}), 1, 16, "float32")
     assert planned.num_bytes > alone.num_bytes
+
+
+@dataclass(frozen=True)
+class Counting(Mirror):
+    """Also says what was exchanged."""
+
+    told: list[str] = field(default_factory=list)
+
+    def begin(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], what: str) -> Finish:
+        self.told.append(what)
+        return super().begin(outgoing, incoming, what)
+
+
+def test_a_list_with_experts_exchanges_nothing_again_and_one_without_all():
+    def exchanges(*overrides: str) -> tuple[list[str], list[str]]:
+        """In a forward and in its backward."""
+        config = tiny("train.force_balanced_routing=true", *overrides)
+        dims, peer = config.model.dims, Counting()
+        specs = unit_specs(dims)
+        spec = next(s for s in specs if s.kind is UnitKind.MOE)
+        unit = build_unit(dims, spec, moe=MoEOptions(dispatcher=AllToAll(peer)))
+        wrap_units([unit], recompute=[kept_points(config, spec)], sharding=None, fp32_names=[()])
+        before = specs[specs.index(spec) - 1]
+        blank = measured_activations.blank_carry(dims, before, 1, 16, "float32")
+        given = {
+            name: torch.ones(each.shape, dtype=each.dtype, requires_grad=each.requires_grad)
+            for name, each in blank._asdict().items()
+            if isinstance(each, Tensor)
+        }
+        ids = torch.arange(16).unsqueeze(0)
+        carry = unit(blank._replace(**given), MicroBatch(ids, ids, ids))
+        forward = [*peer.told]
+        carry.streams.sum().backward()
+        return forward, peer.told[len(forward) :]
+
+    selective = "ac.mode=selective"
+    forward, own = exchanges("ac.mode=none")
+    assert own
+    for names in ('["experts"]', '["experts", "projections"]'):
+        assert exchanges(selective, f"ac.save={names}") == (forward, own)
+    again = exchanges(selective, 'ac.save=["projections"]')
+    assert again[0] == forward
+    assert sorted(again[1]) == sorted([*forward, *own])
 
 
 @pytest.mark.parametrize("turned", [False, True])

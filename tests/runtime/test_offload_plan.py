@@ -46,12 +46,12 @@ def wrapped(config: Config) -> list[Unit]:
     return units
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [*((mode,) for mode in MODES), ("selective", 'ac.save=["engram", "attention"]')]
+)
 def test_all_that_a_mode_keeps_leaves_and_comes_back(mode):
-    config = load(
-        [CONFIG],
-        [f"ac.mode={mode}", *WHOLE],
-    )
+    name, *saved = mode
+    config = load([CONFIG], [f"ac.mode={name}", *saved, *WHOLE])
     (stage,) = cut(config.model.dims, (0,), None, seq_len=31)
     batch = random_batch(config.model.dims, 2, [(13, 18)])
     units, plain = wrapped(config), wrapped(config)

@@ -28,15 +28,15 @@ from ppruntime.memory import (
     recompute_bytes,
     state_bytes,
 )
-from ppruntime.models.activation_bytes import kept_results, saved_bytes
+from ppruntime.models.activation_bytes import kept_results, put_off_operands, saved_bytes
 from ppruntime.models.carry import DIFFERENTIABLE, MicroBatch
 from ppruntime.models.dims import boundary_bytes, preset, unit_parameters, unit_specs
 from ppruntime.models.init import init_parameters
-from ppruntime.models.linear import WeightGradQueue
+from ppruntime.models.linear import WeightGradQueue, set_queue
 from ppruntime.models.units import build_unit
 from ppruntime.optim.adamw import make_adamw
 from ppruntime.order import make_order
-from ppruntime.plan import balanced_layers, cut, train_flops_per_token
+from ppruntime.plan import StagePlan, balanced_layers, cut, train_flops_per_token
 from ppruntime.plan_report import plan_json, plan_text, report
 from ppruntime.ranks import Layout, join, leave
 from ppruntime.recompute import kept_points
@@ -237,6 +237,45 @@ def test_a_micro_batch_in_flight_holds_the_planned_bytes(model, precision, mode)
         assert left == held, planned.index
         assert (held > 0) == bool(units)
         received = tuple(sent)
+
+
+@pytest.mark.parametrize("mode", ["none", "full_moe"])
+@pytest.mark.parametrize(
+    ("model", "precision"), [("tiny", "bf16"), ("tiny", "fp32"), ("tiny-v4", "bf16")]
+)
+def test_put_off_weight_gradients_hold_the_planned_bytes_whatever_was_kept(model, precision, mode):
+    config = tiny(f"model.name={model}", f"train.precision={precision}", f"ac.mode={mode}")
+    dims, tokens = config.model.dims, random_tokens(config)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    specs = unit_specs(dims)
+    carry: dict[str, torch.Tensor] = {}
+    for spec, before in zip(specs, (None, *specs), strict=False):
+        plan = StagePlan(index=0, rank=0, units=(spec,), before=before, after=spec)
+        unit = build_unit(dims, spec, dtype=dtype)
+        init_parameters(unit, spec.name, seed=0)
+        wrap_units([unit], recompute=[kept_points(config, spec)], sharding=None, fp32_names=[()])
+        queue = WeightGradQueue()
+        set_queue(unit, queue)
+        ends = {"inputs": plan.inputs, "outputs": plan.outputs}
+        stage, sent = Stage(0, [unit], **ends, queue=queue), dict[str, torch.Tensor]()
+
+        def up_to_put_off(stage=stage, plan=plan, sent=sent, given=carry) -> None:
+            # Clones, so that what the unit was given counts, too, if it is held.
+            out = stage.forward(0, [given[name].clone() for name in plan.inputs], tokens)
+            sent |= {name: x.clone() for name, x in zip(plan.outputs, out, strict=True)}
+            grads = [torch.ones_like(x) for name, x in sent.items() if name in DIFFERENTIABLE]
+            stage.backward_input(0, grads)
+            stage.losses.clear()
+            stage.balance_losses.clear()
+            stage.loads.clear()
+
+        left = bytes_left_behind(up_to_put_off) - sum(x.nbytes for x in sent.values())
+        sums = sum(p.grad.nbytes for p in unit.parameters() if p.grad is not None)
+        shape = config.train.micro_batch_size, config.train.seq_len
+        planned = put_off_operands(dims, spec, *shape, str(dtype).removeprefix("torch."))
+        streams = carry["streams"].nbytes if planned.reads_streams else 0
+        assert left - sums == planned.num_bytes + streams, spec.name
+        carry = sent
 
 
 def test_the_largest_recomputed_half_is_made_again():
