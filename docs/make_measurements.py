@@ -58,21 +58,31 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
   counts, so that ratios to it flatter. `bf16 yardstick` does none of this, `step` rows tell what
   each takes; neither was run. Experts of EP48's and EP96's shapes
   (`--shapes`), ratios to a floor by phase, phases and chunks with today's kernels: no record.
-- A pipeline of two with every FP8 kernel, 1F1B-W off and on, n = 1 and 2: bits are a test on two
-  GPUs, not run; cycle and peak have no record. 1,000 steps of random routing under memory checkers:
-  not run.
-- Transports and the fused layer's meeting were changed after all records here: one kind's abort
-  ends the others, a rank that cannot open tells why, a rank that gave up tells nothing but that.
-  Played on CPUs by simulated GPUs; not run on real ones.
+- pipeline-fp8.json: one set of loss bits and one of gradient bits in all four cases. 1F1B with
+  n = 2 takes 1.06 x its timeline: where weight gradients do not wait for a W of their own, every
+  second backward has those of two micro-batches, and a timeline knows one length of a backward.
+- 1,000 steps of random routing through the fused layer between guards (`tests/gpu_tests.sh`, group
+  soak): played on CPUs, not run on GPUs.
 - memory-fixed-blocks.json has the allocator's blocks of fixed size: 30 to 43 GB lay unused. With
   expandable segments (memory.json) a run that needs memory gets all but 0.7 GB of it; slack there
-  is what nobody had asked for. One in two costs 4.4 % (bar 3), of which 2.8 are the warm-up's
-  copies by count: with 8 micro-batches nothing hides them. 24,576 tokens with masters away ran out
-  in the warm-up, which made weight gradients wait though the order has none that do; it goes back
-  as the order does since, not run again. Not run: two pipeline ranks and two data ranks.
-- Calibrations: `--per-step` on two data ranks took longer than its 75 s; `--depths` was not run;
-  units in flight beside nccl neither. Of calibration.json's commands the last one is named; its
-  units are by `pp.size=1 --modes none`. Files name all since.
+  is what nobody had asked for.
+- memory.json, memory-2-gpus.json and memory-one-in-two.json were planned by an older ledger, and
+  their peaks leave out what transports hold beside torch's allocator. Its backwards kept all of a
+  micro-batch that had been offloaded, to their end: every saved tensor kept the hook that found the
+  others. memory-offload.json and memory-2-gpus-offload.json are of today's code: every peak within
+  1.2 % of its plan. tests/runtime/test_ledger_records.py holds the ledger to all that still counts.
+- One in two on one GPU with 8 micro-batches costs 4.4 % (memory.json; bar 3), of which 2.8 are the
+  warm-up's copies by count, which nothing hides there. Over two pipeline ranks it costs 2.5 % with
+  24 micro-batches and nothing with 6, over two data ranks 2.4 %.
+- dp2 at 8,192 tokens, `off`, ended in memory-2-gpus.json where NCCL asked the driver for 4 bytes
+  for a communicator: the allocator had all of the GPU, 24 GB of it unused. Communicators are opened
+  before a step now, the allocator leaves 1 GiB to others, and the row runs
+  (memory-2-gpus-offload.json, whose limit was over before the other rows of two data ranks).
+- Calibrations: `--depths 4,8` at 8,192 tokens takes longer than 120 s and was not run to its end;
+  units in flight beside nccl neither. The units in mode none of calibration.json are by
+  `pp.size=1 --modes none`, which its commands do not name.
+- clip in calibration.json (41 ms) is of one norm and one product a tensor; norm and clipping act on
+  all gradients together since.
 - The host takes about as long to start an FP8 MoE half as the GPU to run it (16 ms by
   layers-moe.json). In a run without a record, at 2,048 tokens and beside other work, a backward
   took the host 6.7 ms by autograd's thread, and 3.9 in the caller's under a profiler.
@@ -86,8 +96,7 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
 - compute-sanitizer's racecheck of mHC reports one place, `coefficients_backward_kernel`: threads
   that hold copies of the same sum write it to the same word. It was looked at, not removed.
 - `optim.type = "muon"`, `kernels.compile`, `bench kernels`, 10,000 random transfers with today's
-  code (the run was cut at 130 s), 200 steps with all memory knobs (cut at 130 s beside other
-  tests). 27 random pairs of memory knobs kept every bit, on one GPU, over two pipeline ranks and
+  code (the run was cut at 130 s). 27 random pairs of memory knobs kept every bit, on one GPU, over two pipeline ranks and
   over two data ranks.
 """
 
