@@ -96,8 +96,8 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
 - compute-sanitizer's racecheck of mHC reports one place, `coefficients_backward_kernel`: threads
   that hold copies of the same sum write it to the same word. It was looked at, not removed.
 - `optim.type = "muon"`, `kernels.compile`, `bench kernels`, 10,000 random transfers with today's
-  code (the run was cut at 130 s). 27 random pairs of memory knobs kept every bit, on one GPU, over two pipeline ranks and
-  over two data ranks.
+  code (the run was cut at 130 s). 27 random pairs of memory knobs kept every bit, on one GPU, over
+  two pipeline ranks and over two data ranks.
 """
 
 

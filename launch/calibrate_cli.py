@@ -309,14 +309,17 @@ def _depths(task: _Task, ranks: Ranks, numbers: tuple[int, int], out: Path | Non
     from ppruntime.projection.calibration_file import calibration_of
 
     config, samples = task.config, task.samples
-    found = depths(config, ranks, *numbers, samples)
-    _say(task, ranks)
     label = "measured" if samples >= LEAST_SAMPLES else f"assumed: {samples} samples only"
-    for depth, seconds, p95 in zip(found.depths, found.step_s, found.step_p95_s, strict=True):
+
+    def tell(depth: int, seconds: float, p95: float) -> None:
         print(
             f"{depth:>3} layers {1e3 * seconds:10.3f} ms a micro-batch, 95 % within "
-            f"{1e3 * p95:.3f} ms ({label})"
+            f"{1e3 * p95:.3f} ms ({label})",
+            flush=True,
         )
+
+    _say(task, ranks)
+    found = depths(config, ranks, *numbers, samples, tell=tell)
     print(f"one layer  {1e3 * found.layer_s:10.3f} ms (modelled: what layers between them take)")
     tokens = config.train.micro_batch_size * config.train.seq_len
     rate = counts(config.model.dims).flops_per_token * tokens / found.whole_s

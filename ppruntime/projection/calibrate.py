@@ -197,8 +197,17 @@ def transfer_rows(
     return rows
 
 
-def depths(config: Config, ranks: Ranks, shallow: int, deep: int, samples: int) -> Depths:
-    """A micro-batch through embedding, the model's first `shallow` or `deep` layers, and head."""
+def depths(
+    config: Config,
+    ranks: Ranks,
+    shallow: int,
+    deep: int,
+    samples: int,
+    *,
+    tell: Callable[[int, float, float], None] = lambda depth, median, p95: None,
+) -> Depths:
+    """A micro-batch through embedding, the model's first `shallow` or `deep` layers, and head.
+    `tell` hears each depth with its median and 95th percentile as soon as they are there."""
     specs = unit_specs(config.model.dims)
     num_layers = config.model.dims.num_layers
     if not 0 < shallow < deep <= num_layers:
@@ -219,6 +228,7 @@ def depths(config: Config, ranks: Ranks, shallow: int, deep: int, samples: int) 
             stage.backward(0, ())
 
         median, p95 = median_and_p95(timed(step, samples, ranks.device))
+        tell(depth, median, p95)
         medians.append(median)
         highs.append(p95)
         del stage, step
