@@ -7,7 +7,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from ppruntime.models import sparse_attention
+from ppruntime.models import kernel_limits
 from ppruntime.models.activation_bytes import kept_fields, kept_results, saved_bytes
 from ppruntime.models.carry import Carry, MicroBatch
 from ppruntime.models.dims import ModelDims, UnitSpec, changed, preset, unit_specs
@@ -89,7 +89,7 @@ def test_the_formula_holds_in_each_kind_of_unit_of_the_full_models(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_in_blocks_keeps_what_it_keeps_at_once(monkeypatch, dtype):
-    monkeypatch.setattr(sparse_attention, "_MAX_GATHERED", 1 << 14)
+    monkeypatch.setattr(kernel_limits, "_MAX_GATHERED", 1 << 14)
     for name in ("tiny", "tiny-v4"):
         dims = replace(preset(name), sinkhorn_iters=3)
         assert_formula_is_exact(dims, one_of_each_kind(dims), 2, 61, dtype)

@@ -1,6 +1,6 @@
 import torch
 
-from ppruntime.models import sparse_attention as module
+from ppruntime.models import kernel_limits
 from ppruntime.models.attention import Compressor
 from ppruntime.models.dims import preset
 from ppruntime.models.documents import group_places
@@ -64,7 +64,7 @@ def test_sparse_attention_passes_the_gradient_check():
 def test_blocks_of_queries_give_the_same_values(monkeypatch):
     q, keys, slots, sink = problem()
     whole = sparse_attention(q, keys, slots, sink)
-    monkeypatch.setattr(module, "_MAX_GATHERED", 2 * 6 * 8 * 2)
+    monkeypatch.setattr(kernel_limits, "_MAX_GATHERED", 2 * 6 * 8 * 2)
     parts = sparse_attention(q, keys, slots, sink)
     assert torch.equal(whole, parts)
     weights = torch.randn_like(whole)

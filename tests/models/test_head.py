@@ -218,7 +218,7 @@ def test_programs_that_share_a_row_make_of_it_what_one_makes(num_parts, part_siz
     labels = torch.tensor([1, IGNORED_LABEL, 299], device=DEVICE)
     whole, shared = (torch.empty(3, 300, device=DEVICE, dtype=LOW) for _ in range(2))
     expected, loss = _softmax_grad(logits, labels, whole), torch.empty(3, device=DEVICE)
-    sums = torch.empty(3, num_parts, 2, device=DEVICE)
+    sums = torch.zeros(3, num_parts, 2, device=DEVICE)
     # The interpreter runs one program after another: none may wait, and the second time all have
     # said their sums.
     for _ in range(1 if on_gpu else 2):

@@ -208,7 +208,7 @@ def test_two_depths_are_timed_and_say_what_is_measured(tmp_path, monkeypatch, ca
     assert ms[2] == pytest.approx(ms[1] - ms[0], abs=0.0021)
     assert ms[3] == pytest.approx(ms[0] + 7 * ms[2], abs=0.01)
     record = json.loads(out.read_text())
-    assert record["command"].startswith("ppruntime ")
+    assert record["command"].startswith("ppruntime")
     assert record["samples"] == 2
     assert record["step_s"] == pytest.approx([value / 1e3 for value in ms[:2]], abs=1e-5)
     assert record["layer_s"] == pytest.approx(ms[2] / 1e3, abs=1e-5)
