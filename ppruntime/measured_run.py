@@ -22,6 +22,7 @@ from ppruntime.config import Config
 from ppruntime.connect import compute_dtype
 from ppruntime.data.batches import open_data
 from ppruntime.emulate import check_emulation
+from ppruntime.memory_meter import outside_bytes
 from ppruntime.op_samples import (
     Times,
     cycle_seconds,
@@ -96,7 +97,10 @@ def measure_run(config: Config, ranks: Ranks, num_steps: int) -> MeasuredRun:
             step_s.append(float(took))
             all_times.append(times)
     source = "torch.cuda, over whole training steps"
-    peaks = gather_peaks(ranks, ranks.pp_rank, source) if on_cuda else ()
+    peaks: tuple[StagePeak, ...] = ()
+    if on_cuda:
+        outside = outside_bytes(pipeline)
+        peaks = gather_peaks(ranks, ranks.pp_rank, source, outside_bytes=outside)
     pipeline.transport.close()
     train = config.train
     boundaries = expected_boundaries(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ppruntime.build import Pipeline
 from ppruntime.ledger import MeasuredMemory
 from ppruntime.memory_watch import DeviceCounter, MemoryWatch, TensorCounter
 from ppruntime.messages import gather_bytes
@@ -27,7 +28,8 @@ class MemoryMeter:
     def watch(self) -> MemoryWatch:
         """Of the next step, op by op."""
         if self._device is not None:
-            return MemoryWatch(DeviceCounter(self._device, other_bytes=self._outside_bytes()))
+            others = outside_bytes(self._trainer.pipeline)
+            return MemoryWatch(DeviceCounter(self._device, other_bytes=others))
         pipeline = self._trainer.pipeline
         units = [unit for _, unit in pipeline.units]
         # Tables that are to lie in host memory count nowhere, as on a GPU.
@@ -54,7 +56,7 @@ class MemoryMeter:
         if self._device is not None:
             stats = torch.cuda.memory_stats(self._device)
             peak, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-            outside = self._outside_bytes()
+            outside = outside_bytes(pipeline)
             peak += outside
             reserved += outside
         if watch is not None:
@@ -75,20 +77,20 @@ class MemoryMeter:
             reserved_bytes=reserved,
         )
 
-    def _outside_bytes(self) -> int:
-        """Buffers on the device that torch's allocator does not count."""
-        pipeline = self._trainer.pipeline
-        found = sum(d.outside_bytes for d in pipeline.dispatchers if isinstance(d, Checked))
-        if isinstance(pipeline.transport, HoldsDeviceMemory):
-            found += pipeline.transport.outside_bytes
-        return found
-
     def gather(
         self, group: ProcessGroup, watch: MemoryWatch | None = None
     ) -> tuple[MeasuredMemory, ...]:
         """`read` of every rank of the pipeline. A collective."""
         found = gather_bytes(msgspec.json.encode(self.read(watch)), group)
         return tuple(msgspec.json.decode(each, type=MeasuredMemory) for each in found)
+
+
+def outside_bytes(pipeline: Pipeline) -> int:
+    """Buffers of a pipeline on this rank's GPU that torch's allocator does not count."""
+    found = sum(d.outside_bytes for d in pipeline.dispatchers if isinstance(d, Checked))
+    if isinstance(pipeline.transport, HoldsDeviceMemory):
+        found += pipeline.transport.outside_bytes
+    return found
 
 
 def _parameter(name: str) -> str:

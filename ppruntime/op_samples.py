@@ -37,13 +37,15 @@ def gather_times(times: Times, ranks: Ranks) -> list[Times]:
     return [msgspec.json.decode(part, type=list[OpTimes[int]]) for part in parts]
 
 
-def gather_peaks(ranks: Ranks, stage: int, source: str) -> tuple[StagePeak, ...]:
+def gather_peaks(
+    ranks: Ranks, stage: int, source: str, *, outside_bytes: int = 0
+) -> tuple[StagePeak, ...]:
     """What torch's allocator has counted on every pipeline rank, this one's for its `stage`, since
-    its peaks were reset. A collective; for GPUs."""
+    its peaks were reset, and `outside_bytes` beside it. A collective; for GPUs."""
     mine = StagePeak(
         stage=stage,
-        allocated_bytes=torch.cuda.max_memory_allocated(),
-        reserved_bytes=torch.cuda.max_memory_reserved(),
+        allocated_bytes=torch.cuda.max_memory_allocated() + outside_bytes,
+        reserved_bytes=torch.cuda.max_memory_reserved() + outside_bytes,
         origin="measured",
         source=source,
     )
