@@ -5,9 +5,10 @@ from __future__ import annotations
 import measured_activations
 import pytest
 import torch
+from measured_activations import one_of_each_kind
 from msgspec.structs import replace
 
-from ppruntime.models import sparse_attention
+from ppruntime.models import kernel_limits
 from ppruntime.models.activation_bytes import kept_fields, kept_results, saved_bytes
 from ppruntime.models.carry import Carry, MicroBatch
 from ppruntime.models.dims import ModelDims, UnitSpec, changed, preset, unit_specs
@@ -29,22 +30,6 @@ def assert_formula_is_exact(
             for point, kept in measured.results.items():
                 ours = kept_results(dims, spec, frozenset({point}), batch, seq_len, dtype)
                 assert ours == kept, f"{place}: {point}"
-
-
-def one_of_each_kind(dims: ModelDims) -> tuple[UnitSpec, ...]:
-    """A unit for each combination of kind, role, ratio, Engram and slots that live on."""
-    kinds = {
-        (unit.kind, unit.role)
-        if unit.layer is None or unit.kind == "moe"
-        else (
-            unit.role,
-            "slots" in unit.live_after,
-            dims.compress_ratios[unit.layer],
-            unit.layer in dims.engram_layers,
-        ): unit
-        for unit in reversed(unit_specs(dims))
-    }
-    return tuple(kinds.values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,7 +74,7 @@ def test_the_formula_holds_in_each_kind_of_unit_of_the_full_models(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_in_blocks_keeps_what_it_keeps_at_once(monkeypatch, dtype):
-    monkeypatch.setattr(sparse_attention, "_MAX_GATHERED", 1 << 14)
+    monkeypatch.setattr(kernel_limits, "_MAX_GATHERED", 1 << 14)
     for name in ("tiny", "tiny-v4"):
         dims = replace(preset(name), sinkhorn_iters=3)
         assert_formula_is_exact(dims, one_of_each_kind(dims), 2, 61, dtype)
