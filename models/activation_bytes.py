@@ -27,7 +27,13 @@ from ppruntime.models.dims import (
     UnitSpec,
     num_candidate_blocks,
 )
-from ppruntime.models.expert_bytes import HERE, ExpertForm, pieces, saved_by_experts
+from ppruntime.models.expert_bytes import (
+    HERE,
+    ExpertForm,
+    experts_workspace,
+    pieces,
+    saved_by_experts,
+)
 from ppruntime.models.fp8_linear_rules import BLOCK
 from ppruntime.models.kernel_limits import AttentionOp, queries_at_once
 from ppruntime.models.save_points import SavePoint
@@ -158,6 +164,7 @@ def backward_workspace(
     dtype: str,
     *,
     attention_kernel: bool = False,
+    experts: ExpertForm = HERE,
 ) -> int:
     """Bytes that the backward of one unit makes and frees again, at the most, beside what autograd
     saved for it: the largest gradients inside a half and that of the streams around it; 0 for
@@ -169,8 +176,8 @@ def backward_workspace(
     """
     run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
     if spec.kind is UnitKind.MOE:
-        rows = run.tokens * dims.experts_per_token
-        return run.item * (rows * (dims.hidden_size + 2 * dims.expert_width) + run.streams)
+        inside = experts_workspace(dims, experts, run.tokens, run.item)
+        return inside + run.item * run.streams
     if spec.kind is not UnitKind.ATTENTION:
         return 0
     heads = run.tokens * dims.num_heads * dims.head_dim

@@ -78,6 +78,26 @@ def saved_by_experts(dims: ModelDims, form: ExpertForm, num_tokens: int, item: i
     return sum(piece.num_bytes for piece in pieces(dims, form, num_tokens, item) if piece.is_saved)
 
 
+def experts_workspace(dims: ModelDims, form: ExpertForm, num_tokens: int, item: int) -> int:
+    """What their backward holds at once at the most, beside what is saved; the layout's and the
+    routing's numbers apart. In the compute dtype: a gradient of rows, and of gate and up.
+
+    In FP8 these are, with one scale for 128 values each: columns of dy all along; beside them d in
+    bf16 with rows and columns of [dg | du] and columns of h that are made of it, and z if it was
+    not kept; after that these, the gradient of rows in bf16 and what it is summed to.
+    """
+    width, hidden = dims.expert_width, dims.hidden_size
+    pairs = num_tokens * dims.experts_per_token
+    if not form.fp8:
+        return item * pairs * (hidden + 2 * width)
+    num_rows = most_rows(pairs, -(-dims.num_experts // form.num_ranks))
+    made = num_rows * (hidden + 5 * width)
+    made += _FP32 * made // BLOCK
+    inner = _BF16 * num_rows * width * (1 if form.keeps_z else 3)
+    outer = _BF16 * num_rows * hidden + item * num_tokens * hidden
+    return made + max(inner, outer)
+
+
 @dataclass(frozen=True, slots=True)
 class _Sizes:
     dims: ModelDims

@@ -362,7 +362,9 @@ def workspace_bytes(config: Config, stage: StagePlan) -> int:
 
 def _workspace_bytes(config: Config, spec: UnitSpec) -> int:
     attention_kernel = AttentionOp.ATTENTION in _attention_kernels(config)
-    return backward_workspace(*_case(config, spec), attention_kernel=attention_kernel)
+    return backward_workspace(
+        *_case(config, spec), attention_kernel=attention_kernel, experts=_expert_form(config)
+    )
 
 
 def head_bytes(config: Config, stage: StagePlan) -> HeadWorkspace:

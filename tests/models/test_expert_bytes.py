@@ -19,7 +19,7 @@ from ppruntime.models.all_to_all import AllToAll
 from ppruntime.models.carry import MicroBatch
 from ppruntime.models.dims import ModelDims, UnitKind, UnitSpec, preset, unit_specs
 from ppruntime.models.dispatch import Dispatcher, Finish, WireOptions
-from ppruntime.models.expert_bytes import ExpertForm, tokens_received
+from ppruntime.models.expert_bytes import HERE, ExpertForm, experts_workspace, tokens_received
 from ppruntime.models.fp8_experts import Fp8Options
 from ppruntime.models.init import init_parameters
 from ppruntime.models.kernels.expert_backends import ExpertBackend
@@ -136,3 +136,10 @@ def test_the_fused_layers_pool_is_planned_to_the_byte(form):
     found = run(dims, spec, form, rank)
     of_experts = _INT64 * dims.num_experts  # rows of each, on the host
     assert_planned(found, dims, spec, form, kept=of_experts, saved=of_experts)
+
+
+def test_a_backward_in_fp8_holds_more_than_one_in_bf16_and_most_with_z_to_make():
+    dims, tokens, item = preset("v41-flash"), 8192, 2
+    forms = (HERE, ExpertForm(fp8=True), ExpertForm(fp8=True, keeps_z=False))
+    plain, kept, again = (experts_workspace(dims, form, tokens, item) for form in forms)
+    assert plain < kept < again
