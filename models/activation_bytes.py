@@ -27,10 +27,18 @@ from ppruntime.models.dims import (
     UnitSpec,
     num_candidate_blocks,
 )
+from ppruntime.models.expert_bytes import (
+    HERE,
+    ExpertForm,
+    experts_workspace,
+    pieces,
+    saved_by_experts,
+)
+from ppruntime.models.fp8_linear_rules import BLOCK
 from ppruntime.models.kernel_limits import AttentionOp, queries_at_once
 from ppruntime.models.save_points import SavePoint
 
-_FP32, _INT64, _INT32, _BOOL = 4, 8, 4, 1
+_FP32, _INT64, _INT32, _BF16, _BOOL = 4, 8, 4, 2, 1
 
 
 def saved_bytes(
@@ -46,6 +54,8 @@ def saved_bytes(
     attention_kernel: bool = False,
     wide_products: bool = False,
     router: str = "reference",
+    fp8_linears: bool = False,
+    experts: ExpertForm = HERE,
 ) -> int:
     """What autograd saves in one unit for `batch` sequences of `seq_len` tokens, each piece of
     memory once; parameters, token data and the carry that comes in and goes out not counted.
@@ -55,9 +65,17 @@ def saved_bytes(
     gate's in `engram_kernels.engram_kernels`, "auto" apart.
     `attention_kernel`: sparse attention is the op of its kernels, whatever computes it.
     `wide_products`: compressors' fp32 products need no fp32 copy of their input. `router`: as
-    `moe_kernels.moe_kernels` has it, "auto" apart.
+    `moe_kernels.moe_kernels` has it, "auto" apart. `fp8_linears`: dense linears are in FP8, see
+    `fp8_linear_rules`. `experts`: how the routed experts are computed and reached.
+
+    Rows that pad a turned FP8 query to 128 are not counted.
+    The kernels of rope, grouped output, norms, the indexer and SwiGLU save what the reference does.
     """
-    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype], mhc, engram, wide_products, router)
+    run = _Run(
+        *(dims, batch, seq_len, DTYPE_BYTES[dtype], mhc, engram, wide_products, router),
+        fp8_linears=fp8_linears,
+        experts=experts,
+    )
     match spec.kind:
         case UnitKind.EMBED:
             return 0
@@ -114,18 +132,23 @@ def kept_results(
     dtype: str,
     *,
     kernels: Set[AttentionOp] = frozenset(),
-    experts_elsewhere: bool = False,
     engram: str = "reference",
+    fp8_linears: bool = False,
+    experts: ExpertForm = HERE,
 ) -> Kept:
     """What a half layer keeps between its forward and its recompute at the given save points.
-    `kernels`: operations of attention that are not the reference's. `experts_elsewhere`: over
-    several ranks, each of which gets as many rows as it sends."""
-    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype], engram=engram)
-    is_attention = spec.kind is UnitKind.ATTENTION
-    if is_attention:
+    `kernels`: operations of attention that are not the reference's. `fp8_linears`, `experts`: as in
+    `saved_bytes`."""
+    run = _Run(
+        *(dims, batch, seq_len, DTYPE_BYTES[dtype]),
+        engram=engram,
+        fp8_linears=fp8_linears,
+        experts=experts,
+    )
+    if spec.kind is UnitKind.ATTENTION:
         results = _attention_results(run, spec, kernels)
     else:
-        results = _moe_results(run, experts_elsewhere=experts_elsewhere)
+        results = _moe_results(run)
     found = [result for result in results if result.point in points]
     return Kept(
         sum(result.num_bytes for result in found),
@@ -141,6 +164,7 @@ def backward_workspace(
     dtype: str,
     *,
     attention_kernel: bool = False,
+    experts: ExpertForm = HERE,
 ) -> int:
     """Bytes that the backward of one unit makes and frees again, at the most, beside what autograd
     saved for it: the largest gradients inside a half and that of the streams around it; 0 for
@@ -152,8 +176,8 @@ def backward_workspace(
     """
     run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
     if spec.kind is UnitKind.MOE:
-        rows = run.tokens * dims.experts_per_token
-        return run.item * (rows * (dims.hidden_size + 2 * dims.expert_width) + run.streams)
+        inside = experts_workspace(dims, experts, run.tokens, run.item)
+        return inside + run.item * run.streams
     if spec.kind is not UnitKind.ATTENTION:
         return 0
     heads = run.tokens * dims.num_heads * dims.head_dim
@@ -266,6 +290,8 @@ class _Run:
     engram: str = "reference"
     wide_products: bool = False
     router: str = "reference"
+    fp8_linears: bool = False
+    experts: ExpertForm = HERE
 
     @property
     def tokens(self) -> int:
@@ -284,6 +310,18 @@ class _Run:
     def compressed(self) -> int:
         """Bytes of the copy of a compressor's input."""
         return 0 if self.wide_products else self.copy(self.tokens * self.dims.hidden_size)
+
+    def columns(self, width: int) -> int:
+        """Bytes of an FP8 linear's input as its backward takes it: columns of 128 rows, the last
+        ones padded, each with a scale."""
+        blocks = -(-self.tokens // BLOCK)
+        return blocks * width * (BLOCK + _FP32)
+
+    def padding(self, width: int) -> int:
+        """Bytes behind the rows of what an FP8 linear gives: of a product in bf16 the whole memory
+        stays."""
+        spare = -self.tokens % BLOCK
+        return spare * self.item * width if self.fp8_linears and self.is_low else 0
 
     @property
     def streams(self) -> int:
@@ -384,11 +422,16 @@ def _projections(run: _Run) -> int:
     """x, the query's latent and its norm, the keys' norm, the rotation there and back, the heads
     and the groups of the output."""
     dims, tokens = run.dims, run.tokens
-    inputs = dims.hidden_size + dims.q_lora_rank + dims.num_heads * dims.head_dim
-    inputs += dims.o_groups * dims.o_lora_rank
+    latent, groups = dims.q_lora_rank, dims.o_groups * dims.o_lora_rank
+    wide = dims.hidden_size + dims.num_heads * dims.head_dim
+    inputs = run.item * tokens * (wide + latent + groups)
+    if run.fp8_linears:  # the keys' projection still reads x
+        inputs = run.item * tokens * wide
+        inputs += sum(map(run.columns, (dims.hidden_size, latent, groups)))
+        inputs += run.padding(latent) + run.padding(dims.hidden_size)  # what the norm gets, and y
     back = _rope(run, tokens) // 2  # the sines, negated
     return (
-        run.item * tokens * inputs
+        inputs
         + _norm(run, tokens, dims.q_lora_rank)
         + _norm(run, tokens, dims.head_dim)
         + _rope(run, tokens)
@@ -500,18 +543,21 @@ def _engram(run: _Run) -> int:
 
 
 def _moe(run: _Run) -> int:
-    """Router, rows by expert, experts, shared expert, balance loss."""
+    """x, router, routed experts, shared expert, balance loss. In FP8 the shared expert saves x in
+    columns; the router in a low dtype a copy, and then nobody x itself."""
     dims, tokens, experts = run.dims, run.tokens, run.dims.num_experts
     rows = tokens * dims.experts_per_token
     x = tokens * dims.hidden_size
     picks = _INT64 * rows
     scored = run.copy(x) if run.router == "reference" else 0
     between = 0 if run.router == "triton" else tokens + rows  # the picks' scores and their sums
-    router = scored + picks + _FP32 * (2 * tokens * experts + rows + between)
-    layout = 2 * _INT64 * rows
+    router = scored + picks + _FP32 * (2 * tokens * experts + between)
     shared = _swiglu(run, tokens, dims.num_shared_experts * dims.expert_width)
-    routed = 2 * run.item * rows * dims.hidden_size + _swiglu(run, rows, dims.expert_width)
-    total = run.item * x + router + layout + routed + shared
+    if run.fp8_linears:
+        shared += run.columns(dims.hidden_size) - run.item * x * (scored > 0)
+        shared += run.padding(2 * dims.num_shared_experts * dims.expert_width)
+    routed = saved_by_experts(dims, run.experts, tokens, run.item)
+    total = run.item * x + router + routed + shared
     if dims.balance_loss_weight:
         sums = 0 if run.router == "triton" else tokens
         total += _FP32 * (sums + run.batch * experts)  # sums of the scores, loads
@@ -519,8 +565,8 @@ def _moe(run: _Run) -> int:
 
 
 def _swiglu(run: _Run, rows: int, width: int) -> int:
-    """Gate and up, and the product that goes on."""
-    return 3 * run.item * rows * width
+    """Gate and up, and the product that goes on, unless that goes in FP8 rows into the next."""
+    return (2 if run.fp8_linears else 3) * run.item * rows * width
 
 
 def _residual_results(run: _Run) -> list[_Result]:
@@ -533,24 +579,29 @@ def _residual_results(run: _Run) -> list[_Result]:
     return [_Result(SavePoint.PROJECTIONS, _FP32 * run.tokens * width, True)]
 
 
-def _moe_results(run: _Run, *, experts_elsewhere: bool) -> list[_Result]:
-    """Rows by expert, the experts' two products; the router's product, the shared expert's two, of
-    which the second is added to what the experts give. Where rows are exchanged, what came of rows
-    and of results is saved, not what was sent."""
+def _moe_results(run: _Run) -> list[_Result]:
+    """Those of the routed experts; the router's product, the shared expert's two, of which the
+    second is added to what the experts give. In FP8 also x in columns, and the second in bf16."""
     dims, tokens, item = run.dims, run.tokens, run.item
-    rows, shared = tokens * dims.experts_per_token, dims.num_shared_experts * dims.expert_width
-    experts, products = SavePoint.EXPERTS, SavePoint.PROJECTIONS
-    wide = item * rows * dims.hidden_size
+    shared = dims.num_shared_experts * dims.expert_width
+    products = SavePoint.PROJECTIONS
+    routed = pieces(dims, run.experts, tokens, item)
+    of_sum = item * tokens * dims.hidden_size
+    if run.fp8_linears:
+        of_sum = _BF16 * -(-tokens // BLOCK) * BLOCK * dims.hidden_size
     return [
         *_residual_results(run),
-        *(2 * experts_elsewhere * [_Result(experts, wide, True)]),
-        _Result(experts, wide, not experts_elsewhere),
-        _Result(experts, item * rows * 2 * dims.expert_width, True),
-        _Result(experts, wide, not experts_elsewhere),
+        *(_Result(SavePoint.EXPERTS, p.num_bytes, p.is_saved) for p in routed if p.is_result),
         _Result(products, _FP32 * tokens * dims.num_experts, True),
-        _Result(products, item * tokens * 2 * shared, True),
-        _Result(products, item * tokens * dims.hidden_size, False),
+        _Result(products, item * tokens * 2 * shared + run.padding(2 * shared), True),
+        *_columns(run, dims.hidden_size),
+        _Result(products, of_sum, False),
     ]
+
+
+def _columns(run: _Run, width: int) -> list[_Result]:
+    """What an FP8 linear gives beside its product."""
+    return [_Result(SavePoint.PROJECTIONS, run.columns(width), True)] * run.fp8_linears
 
 
 def _attention_results(run: _Run, spec: UnitSpec, kernels: Set[AttentionOp]) -> list[_Result]:
@@ -563,17 +614,20 @@ def _attention_results(run: _Run, spec: UnitSpec, kernels: Set[AttentionOp]) -> 
     is_v4 = dims.family == "v4"
     turned = AttentionOp.ROPE in kernels and not is_v4
     in_rows = dims.o_groups == 1 or AttentionOp.GROUPED_OUTPUT in kernels
+    latent, groups = dims.q_lora_rank, dims.o_groups * dims.o_lora_rank
+    of_query = 0 if turned else run.padding(dims.num_heads * dims.head_dim)
     attended = AttentionOp.ATTENTION in kernels
     results = [
         *_residual_results(run),
-        _Result(products, item * tokens * dims.q_lora_rank, True),
+        _Result(products, item * tokens * latent + run.padding(latent), True),
         # V4 normalises the heads; a low dtype is widened for that.
-        _Result(products, item * heads, turned or (is_v4 and not run.is_low)),
+        _Result(products, item * heads + of_query, turned or (is_v4 and not run.is_low)),
         _Result(products, item * tokens * dims.head_dim, True),
         _Result(SavePoint.ATTENTION, item * heads, attended),
         _Result(SavePoint.ATTENTION, attended * _FP32 * tokens * dims.num_heads, True),
-        _Result(products, item * tokens * dims.o_groups * dims.o_lora_rank, in_rows),
-        _Result(products, item * tokens * dims.hidden_size, True),
+        _Result(products, item * tokens * groups, in_rows and not run.fp8_linears),
+        _Result(products, item * tokens * dims.hidden_size + run.padding(dims.hidden_size), True),
+        *(_columns(run, dims.hidden_size) + _columns(run, latent) + _columns(run, groups)),
     ]
     if spec.layer in dims.engram_layers:
         columns = (dims.engram_max_order - 1) * dims.engram_heads

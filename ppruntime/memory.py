@@ -22,8 +22,10 @@ from ppruntime.models.dims import (
     carry_shape,
     unit_parameters,
 )
+from ppruntime.models.expert_bytes import ExpertForm
 from ppruntime.models.fp8_expert_rules import copy_bytes, waiting_bytes
 from ppruntime.models.fp8_linear_rules import fp8_linears
+from ppruntime.models.fp8_linear_rules import misfit as fp8_misfit
 from ppruntime.models.head_bytes import HeadWorkspace, head_workspace
 from ppruntime.models.kernel_limits import AttentionOp, Backend, misfit
 from ppruntime.models.parameters import ParameterSpec, Part
@@ -360,7 +362,9 @@ def workspace_bytes(config: Config, stage: StagePlan) -> int:
 
 def _workspace_bytes(config: Config, spec: UnitSpec) -> int:
     attention_kernel = AttentionOp.ATTENTION in _attention_kernels(config)
-    return backward_workspace(*_case(config, spec), attention_kernel=attention_kernel)
+    return backward_workspace(
+        *_case(config, spec), attention_kernel=attention_kernel, experts=_expert_form(config)
+    )
 
 
 def head_bytes(config: Config, stage: StagePlan) -> HeadWorkspace:
@@ -425,8 +429,9 @@ def _kept(config: Config, spec: UnitSpec, points: frozenset[SavePoint]) -> Kept:
         seq_len,
         dtype,
         kernels=kernels,
-        experts_elsewhere=config.parallel.ep > 1,
         engram=_kernel(config, "engram"),
+        fp8_linears=_has_fp8_linears(config),
+        experts=_expert_form(config),
     )
 
 
@@ -439,7 +444,33 @@ def _saved_bytes(config: Config, spec: UnitSpec) -> int:
         attention_kernel=AttentionOp.ATTENTION in _attention_kernels(config),
         wide_products=AttentionOp.COMPRESSOR in _attention_kernels(config),
         router=_kernel(config, "router"),
+        fp8_linears=_has_fp8_linears(config),
+        experts=_expert_form(config),
     )
+
+
+def _expert_form(config: Config) -> ExpertForm:
+    """How the routed experts are computed; "auto" in FP8, as on a GPU, unless the config is for
+    none."""
+    backend, dispatch = config.moe.compute.backend, config.moe.dispatch
+    on_gpu = _may_be_on_gpu(config)
+    fp8 = on_gpu if backend == "auto" else backend != "torch"
+    return ExpertForm(
+        fp8=fp8,
+        keeps_z=config.moe.compute.keep_expert_activations,
+        num_ranks=config.parallel.ep,
+        dispatcher=dispatch.type if config.parallel.ep > 1 else "here",
+        fp8_wire=dispatch.fp8,
+        num_chunks=dispatch.token_chunks,
+        by_expert=on_gpu and not fp8,
+    )
+
+
+def _has_fp8_linears(config: Config) -> bool:
+    """Whether dense linears are in FP8; "auto" as for experts, where the widths fit."""
+    if config.kernels.linear != "auto":
+        return config.kernels.linear != "reference"
+    return _may_be_on_gpu(config) and fp8_misfit(config.model.dims) is None
 
 
 def _attention_kernels(config: Config) -> frozenset[AttentionOp]:

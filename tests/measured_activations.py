@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ppruntime.models.activation_bytes import Kept
 from ppruntime.models.carry import CROSSING, DIFFERENTIABLE, Carry, MicroBatch
 from ppruntime.models.dims import ModelDims, UnitSpec, carry_shape, unit_specs
+from ppruntime.models.moe import HERE, MoEOptions
 from ppruntime.models.save_points import SavePoint, point_of
 from ppruntime.models.units import build_unit
 
@@ -41,13 +42,18 @@ def measure_on_meta(
     batch: int,
     seq_len: int,
     dtype: str,
+    *,
+    moe: MoEOptions = HERE,
+    change: Callable[[torch.nn.Module], object] = lambda unit: None,
 ) -> Measured:
-    """One unit on the meta device, on a carry as the unit before would hand it on."""
+    """One unit on the meta device, on a carry as the unit before would hand it on. `change` puts
+    kernels into it."""
     specs = unit_specs(dims)
     index = specs.index(spec)
     before = specs[index - 1] if index else None
     carry = blank_carry(dims, before, batch, seq_len, dtype)
-    unit = build_unit(dims, spec, device="meta", dtype=getattr(torch, dtype))
+    unit = build_unit(dims, spec, moe=moe, device="meta", dtype=getattr(torch, dtype))
+    change(unit)
     tokens = MicroBatch(*(_blank(batch, seq_len) for _ in range(3)))
     return measure([unit], carry, tokens)
 
@@ -99,6 +105,22 @@ class _Results(TorchDispatchMode):
         if (point := point_of(func.name())) is not None:
             self.made[point] += [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         return result
+
+
+def one_of_each_kind(dims: ModelDims) -> tuple[UnitSpec, ...]:
+    """A unit for each combination of kind, role, ratio, Engram and slots that live on."""
+    kinds = {
+        (unit.kind, unit.role)
+        if unit.layer is None or unit.kind == "moe"
+        else (
+            unit.role,
+            "slots" in unit.live_after,
+            dims.compress_ratios[unit.layer],
+            unit.layer in dims.engram_layers,
+        ): unit
+        for unit in reversed(unit_specs(dims))
+    }
+    return tuple(kinds.values())
 
 
 def bytes_left_behind(run: Callable[[], object]) -> int:

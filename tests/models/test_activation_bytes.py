@@ -5,6 +5,7 @@ from __future__ import annotations
 import measured_activations
 import pytest
 import torch
+from measured_activations import one_of_each_kind
 from msgspec.structs import replace
 
 from ppruntime.models import kernel_limits
@@ -29,22 +30,6 @@ def assert_formula_is_exact(
             for point, kept in measured.results.items():
                 ours = kept_results(dims, spec, frozenset({point}), batch, seq_len, dtype)
                 assert ours == kept, f"{place}: {point}"
-
-
-def one_of_each_kind(dims: ModelDims) -> tuple[UnitSpec, ...]:
-    """A unit for each combination of kind, role, ratio, Engram and slots that live on."""
-    kinds = {
-        (unit.kind, unit.role)
-        if unit.layer is None or unit.kind == "moe"
-        else (
-            unit.role,
-            "slots" in unit.live_after,
-            dims.compress_ratios[unit.layer],
-            unit.layer in dims.engram_layers,
-        ): unit
-        for unit in reversed(unit_specs(dims))
-    }
-    return tuple(kinds.values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

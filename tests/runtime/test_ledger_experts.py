@@ -19,6 +19,7 @@ from ppruntime.models.all_to_all import AllToAll
 from ppruntime.models.carry import MicroBatch
 from ppruntime.models.dims import UnitKind, unit_parameters, unit_specs
 from ppruntime.models.dispatch import Finish
+from ppruntime.models.expert_bytes import ExpertForm
 from ppruntime.models.moe import MoEOptions
 from ppruntime.models.parameters import Part
 from ppruntime.models.save_points import SavePoint
@@ -62,7 +63,8 @@ def test_what_exchanges_give_is_kept_as_planned():
     ids = torch.arange(16).unsqueeze(0)
     found = measured_activations.measure([unit], carry._replace(**real), MicroBatch(ids, ids, ids))
     planned = kept_results(
-        dims, spec, frozenset({SavePoint.EXPERTS}), 1, 16, "float32", experts_elsewhere=True
+        *(dims, spec, frozenset({SavePoint.EXPERTS}), 1, 16, "float32"),
+        experts=ExpertForm(num_ranks=2, dispatcher="torch"),
     )
     kept = found.results[SavePoint.EXPERTS]
     counts = 8 * dims.num_experts  # one number for each rank and expert here
