@@ -54,14 +54,18 @@ def task_of(
     Raises ProjectionError for a missing row, and for times of another run."""
     check_fits(config, None, calibration)
     specs = unit_specs(config.model.dims)
+    variants = tuple(variants) or expert_variants(config)
+    run = config
+    if any(variant.use is not None for variant in variants):  # the plan's run has FP8 experts
+        run = _with_experts(config, replace(config.moe.compute, backend="triton"))
     return Task(
-        units=_units(config, calibration, specs),
+        units=_units(run, calibration, specs),
         num_stages=config.pp.size,
         num_micro_batches=config.train.num_micro_batches,
         hop_s=_hop(config, calibration, specs, link),
         memory_bytes=memory_bytes,
         reserved_bytes=reserved_bytes,
-        variants=tuple(variants) or expert_variants(config),
+        variants=variants,
         host_bytes_per_s=host_bytes_per_s,
         every_rank_bytes=float(arena_bytes(config)),
         per_step_s=sum(
