@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppruntime.launch.intervals import spread_words
-from ppruntime.projection.calibration import SENT
 from ppruntime.projection.pipeline import SPREAD
 from ppruntime.projection.projector import Job, Origin, ProjectionError, positive
+from ppruntime.projection.step_pieces import SENT
 from ppruntime.text_table import short, short_bytes, text_table
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from ppruntime.models.dims import ModelDims, Role, UnitKind, UnitSpec
-from ppruntime.projection.projector import Origin, ProjectionError, weakest
+from ppruntime.projection.projector import Origin, ProjectionError
 from ppruntime.recompute import is_mode_name
 
 LEAST_SAMPLES = 100
@@ -112,6 +112,9 @@ class PerStep(Row, frozen=True, kw_only=True):
     p95_s: float | None = None
     data_ranks: int | None = None
     """Data ranks (dp x ep) that it was timed on; None: it does not depend on them."""
+    parameters: int | None = None
+    """What it was timed on: `step_pieces.piece_parameters` of that run; None: of the cut that it is
+    projected to."""
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -210,40 +213,6 @@ def transfer_seconds(rows: Sequence[TransferTimes], num_bytes: int) -> FoundTran
     return FoundTransfer(seconds, False, (low, high))
 
 
-SENT = ("gather", "reduce")
-"""Per-step pieces that data ranks send each other."""
-
-
-def on_data_ranks(row: PerStep, num: int) -> PerStep:
-    """The piece on `num` data ranks: as it is if it was timed on so many, else a model of it.
-
-    On n ranks (n - 1) / n of a rank's bytes are sent, and all else is done on its own shard, 1 / n.
-    Raises ProjectionError for a piece that is sent and was timed on one rank alone.
-    """
-    timed = row.data_ranks
-    if timed is None or timed == num:
-        return row
-    if row.name in SENT:
-        if timed == 1:
-            raise ProjectionError(
-                f"the calibration's {row.name} was timed on one data rank, which sends nothing, "
-                f"and the run has {num}; time it on two or more (ppruntime calibrate --per-step "
-                f"with parallel.dp=2), or give --per-step-s {row.name}=SECONDS"
-            )
-        factor = (1 - 1 / num) / (1 - 1 / timed)
-    else:
-        factor = timed / num
-    p95 = None if row.p95_s is None else row.p95_s * factor
-    return msgspec.structs.replace(
-        row,
-        seconds=row.seconds * factor,
-        p95_s=p95,
-        data_ranks=num,
-        origin=weakest(Origin(row.origin), Origin.MODELLED).value,
-        source=f"{row.source}, x {factor:.3g} for {num} data ranks",
-    )
-
-
 def median_and_p95(values: Sequence[float]) -> tuple[float, float]:
     """The median, and the smallest value that 95 % do not exceed."""
     ordered = sorted(values)
@@ -287,6 +256,8 @@ def _problem(found: Calibration) -> str | None:
                 return f"{place}.num_bytes is {row.num_bytes}; give 1 or more"
             if isinstance(row, PerStep) and row.data_ranks is not None and row.data_ranks < 1:
                 return f"{place}.data_ranks is {row.data_ranks}; give 1 or more"
+            if isinstance(row, PerStep) and row.parameters is not None and row.parameters < 0:
+                return f"{place}.parameters is {row.parameters}; give 0 or more"
             if isinstance(row, StageTimes):
                 num_stages = len(found.layers_per_stage or ())
                 if not 0 <= row.stage < num_stages:

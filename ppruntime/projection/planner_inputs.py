@@ -22,12 +22,12 @@ from ppruntime.memory import (
     workspace_bytes,
 )
 from ppruntime.models.dims import UnitKind, UnitSpec, boundary_bytes, unit_specs
-from ppruntime.plan import StagePlan
+from ppruntime.plan import StagePlan, cut
 from ppruntime.plan_report import boundary_of
 from ppruntime.projection.calibration import (
     Calibration,
+    PerStep,
     UnitTimes,
-    on_data_ranks,
     transfer_seconds,
     unit_type,
 )
@@ -35,6 +35,7 @@ from ppruntime.projection.kernel_records import Kernels
 from ppruntime.projection.pipeline import check_fits
 from ppruntime.projection.planner_task import Choice, ExpertUse, PlannedUnit, Task, Variant
 from ppruntime.projection.projector import Origin, ProjectionError, weakest
+from ppruntime.projection.step_pieces import on_run
 from ppruntime.recompute import in_mode, is_mode_name, mode_name
 from ppruntime.reduction_bytes import reduction_peak
 
@@ -64,11 +65,19 @@ def task_of(
         variants=tuple(variants) or expert_variants(config),
         host_bytes_per_s=host_bytes_per_s,
         every_rank_bytes=float(arena_bytes(config)),
-        per_step_s=sum(
-            on_data_ranks(piece, config.parallel.num_data_ranks).seconds
-            for piece in calibration.per_step
-        ),
+        per_step_s=sum(piece.seconds for piece in per_step_of(config, calibration)),
     )
+
+
+def per_step_of(config: Config, calibration: Calibration) -> tuple[PerStep, ...]:
+    """The calibration's pieces on the run's ranks, at the run's cut: a plan's is not known yet."""
+    plan = cut(
+        config.model.dims,
+        range(config.pp.size),
+        config.pp.layers_per_stage if config.pp.num_stages == config.pp.size else None,
+        seq_len=config.train.seq_len,
+    )
+    return tuple(on_run(piece, config, plan) for piece in calibration.per_step)
 
 
 def expert_variants(config: Config, kernels: Kernels | None = None) -> tuple[Variant, ...]:
