@@ -149,6 +149,7 @@ def optimizer_row(config: Config, ranks: Ranks, samples: int) -> PerStep:
         f"busiest rank ({most:,}) over its own ({here:,})",
         samples=samples,
         data_ranks=1,
+        optimizer=config.optim.type,
         parameters=most,
     )
 

@@ -27,6 +27,7 @@ from ppruntime.projection.calibration import (
     Slowdown,
     TransferTimes,
     UnitTimes,
+    changed_sizes,
     unit_type,
 )
 from ppruntime.projection.kernel_records import Kernels, PartTimes
@@ -88,6 +89,7 @@ def kernel_calibration(config: Config, kernels: Kernels, transport: str) -> Cali
         versions={},
         date=max(kernels.dates),
         model=config.model.name,
+        sizes=changed_sizes(config),
         seq_len=config.train.seq_len,
         micro_batch_size=config.train.micro_batch_size,
         ep=config.parallel.ep,

@@ -77,6 +77,7 @@ def per_step_rows(
                 source=f"slowest of {where}; {_WHAT[name]}",
                 samples=len(values),
                 data_ranks=None if name == "quantise" else layout.num_data_ranks,
+                optimizer=config.optim.type if name == "optimizer" else None,
                 parameters=round(piece_parameters(config, plan, name)),
             )
         )

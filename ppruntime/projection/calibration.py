@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from ppruntime.models.dims import ModelDims, Role, UnitKind, UnitSpec
+from ppruntime.config.keys import TRAIN_KEYS_OF_DIMS, Config
+from ppruntime.models.dims import ModelDims, Role, UnitKind, UnitSpec, preset
 from ppruntime.projection.projector import Origin, ProjectionError
 from ppruntime.recompute import is_mode_name
 
@@ -112,6 +113,8 @@ class PerStep(Row, frozen=True, kw_only=True):
     p95_s: float | None = None
     data_ranks: int | None = None
     """Data ranks (dp x ep) that it was timed on; None: it does not depend on them."""
+    optimizer: str | None = None
+    """`optim.type`, of what depends on it."""
     parameters: int | None = None
     """What it was timed on: `step_pieces.piece_parameters` of that run; None: of the cut that it is
     projected to."""
@@ -127,6 +130,10 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     date: str
     model: str
     """As `model.name` of a run."""
+    sizes: dict[str, str] = {}
+    """Keys of `[model]` with which that run's sizes were not the preset's: `changed_sizes`."""
+    precision: str | None = None
+    """`train.precision` of units and stages; None: not said."""
     seq_len: int
     micro_batch_size: int
     ep: int
@@ -171,6 +178,28 @@ def read_calibration(path: Path) -> Calibration:
     if problem:
         raise ProjectionError(f"{path}: {problem}")
     return found
+
+
+def changed_sizes(config: Config) -> dict[str, str]:
+    """Keys of the run's `[model]` that are not as in the preset, with their values as JSON."""
+    usual, dims = preset(config.model.name), config.model.dims
+    return {
+        name: msgspec.json.encode(getattr(dims, name)).decode()
+        for name in dims.__struct_fields__
+        if name not in TRAIN_KEYS_OF_DIMS and getattr(dims, name) != getattr(usual, name)
+    }
+
+
+def of_other_sizes(known: Calibration, sizes: Mapping[str, str]) -> str | None:
+    """What the file is of and what a run with these `changed_sizes` is; None where they agree."""
+
+    def words(changes: Mapping[str, str]) -> str:
+        listed = ", ".join(f"model.{name} = {value}" for name, value in sorted(changes.items()))
+        return f"{known.model} with {listed}" if listed else f"{known.model} as it is"
+
+    if known.sizes == sizes:
+        return None
+    return f"of {words(known.sizes)}, this run of {words(sizes)}"
 
 
 def unit_type(dims: ModelDims, spec: UnitSpec) -> str:

@@ -24,6 +24,8 @@ from ppruntime.projection.calibration import (
     StageTimes,
     TransferTimes,
     UnitTimes,
+    changed_sizes,
+    of_other_sizes,
     read_calibration,
 )
 from ppruntime.projection.projector import ProjectionError
@@ -60,6 +62,8 @@ def calibration_of(
             "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "model": config.model.name,
+            "sizes": changed_sizes(config),
+            "precision": train.precision,
             "seq_len": train.seq_len,
             "micro_batch_size": train.micro_batch_size,
             "ep": config.parallel.ep,
@@ -137,6 +141,11 @@ def merged(path: Path, new: Calibration) -> Calibration:
                 f"{path} is of {name} {getattr(old, name)}, this run of {getattr(new, name)}; "
                 "write to another file"
             )
+    complaint = of_other_sizes(old, new.sizes)
+    if old.precision not in (None, new.precision):
+        complaint = f"of precision {old.precision}, this run of {new.precision}"
+    if complaint is not None:
+        raise ProjectionError(f"{path} is {complaint}; write to another file")
     cuts = {c.layers_per_stage for c in (old, new) if c.layers_per_stage is not None}
     if len(cuts) > 1:
         raise ProjectionError(f"{path} has stages of another cut; write to another file")
@@ -157,7 +166,8 @@ def merged(path: Path, new: Calibration) -> Calibration:
 
 def check_idle(idle: Calibration, in_flight: Calibration) -> None:
     """Raises ProjectionError unless the two are of one run, without transfers and beside some."""
-    for name in ("device", "model", "seq_len", "micro_batch_size", "ep", "routing"):
+    same = ("device", "model", "sizes", "precision", "seq_len", "micro_batch_size", "ep", "routing")
+    for name in same:
         if getattr(idle, name) != getattr(in_flight, name):
             raise ProjectionError(
                 f"the calibration without transfers is of {name} {getattr(idle, name)}, the one "

@@ -21,6 +21,8 @@ from ppruntime.projection.calibration import (
     Calibration,
     PerStep,
     TransferTimes,
+    changed_sizes,
+    of_other_sizes,
     transfer_seconds,
     unit_type,
 )
@@ -300,6 +302,15 @@ def check_fits(config: Config, plan: Sequence[StagePlan] | None, calibration: Ca
                 f"the calibration is for {name} {timed}, the run has {run}; set {key}={timed} or "
                 "calibrate the run"
             )
+    complaint = of_other_sizes(calibration, changed_sizes(config))
+    if complaint is not None:
+        raise ProjectionError(f"the calibration is {complaint}; use its sizes or calibrate the run")
+    if calibration.precision not in (None, config.train.precision):
+        raise ProjectionError(
+            f"the calibration is for precision {calibration.precision}, the run has "
+            f"{config.train.precision}; set train.precision={calibration.precision} or calibrate "
+            "the run"
+        )
     if plan is None or not calibration.stages:
         return
     if calibration.layers_per_stage != tuple(s.num_layers for s in plan):

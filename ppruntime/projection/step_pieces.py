@@ -56,9 +56,16 @@ def on_run(row: PerStep, config: Config, plan: Sequence[StagePlan]) -> PerStep:
     assumed to go as fast as between those, though they may have shared a node.
 
     A row without `parameters` is taken to be of the run's pipeline ranks and cut. Raises
-    ProjectionError for a piece that is sent and was timed where nothing was.
+    ProjectionError for a piece that is sent and was timed where nothing was, and for an update by
+    another rule.
     """
     num = config.parallel.num_data_ranks
+    if row.optimizer not in (None, config.optim.type):
+        raise ProjectionError(
+            f"the calibration's {row.name} is {row.optimizer}'s, the run has optim.type "
+            f"{config.optim.type}; set optim.type={row.optimizer}, time it with ppruntime "
+            f"calibrate --per-step, or give --per-step-s {row.name}=SECONDS"
+        )
     if row.parameters is None and row.data_ranks in (None, num):
         return row
     here, timed = piece_parameters(config, plan, row.name), _timed(row, config, plan)

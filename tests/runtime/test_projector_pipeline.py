@@ -369,6 +369,11 @@ def test_an_efficiency_that_fills_in_nothing_is_refused():
         ({"ep": 1}, "the calibration is for ep 1, the run has 8; set parallel.ep=1 or"),
         ({"model": "tiny"}, "the calibration is for model tiny, the run has v41-flash; set"),
         (
+            {"sizes": {"num_experts": "48"}},
+            "the calibration is of v41-flash with model.num_experts = 48, this run of v41-flash as",
+        ),
+        ({"precision": "fp32"}, "the calibration is for precision fp32, the run has bf16; set"),
+        (
             {"stages": [op_times(stage=0)], "layers_per_stage": [2.0, 38.0]},
             "the calibration timed stages of 2, 38 layers; set pp.layers_per_stage=[2, 38] or",
         ),
@@ -496,6 +501,24 @@ def test_pieces_timed_on_other_data_ranks_are_models_of_the_runs():
         assert on_run(same, *of_twelve) is same
     with pytest.raises(ProjectionError, match="timed on 1 data rank, where some parameters are"):
         on_run(piece("gather", data_ranks=1), *of_twelve)
+
+
+def test_a_run_of_other_sizes_than_its_preset_is_another_model():
+    """Its name is the same, its times are not."""
+    config, plan = a_run("model.num_experts=64", "model.hidden_size=64")
+    known = calibrated(model="v41-proxy-8", ep=1)
+    with pytest.raises(ProjectionError) as caught:
+        stage_costs(config, plan, calibration=known, efficiency=0.4, gpu_flops=989e12)
+    assert "is of v41-proxy-8 as it is, this run of v41-proxy-8 with model.hid" in str(caught.value)
+    known = msgspec.structs.replace(known, sizes={"num_experts": "64", "hidden_size": "64"})
+    stage_costs(config, plan, calibration=known, efficiency=0.4, gpu_flops=989e12)
+
+
+def test_an_update_by_another_rule_is_refused():
+    adamw = piece("optimizer", data_ranks=2, optimizer="adamw")
+    assert on_run(adamw, *a_run("parallel.dp=2")) is adamw
+    with pytest.raises(ProjectionError, match=r"adamw's, the run has optim\.type muon"):
+        on_run(adamw, *a_run("parallel.dp=2", "optim.type=muon"))
 
 
 def test_what_is_sent_among_more_data_ranks_than_it_was_timed_on_is_assumed():
