@@ -96,7 +96,7 @@ def search(
         global_batch_tokens=float(config.global_batch_size * config.train.seq_len),
     )
     source = (
-        f"kernel records in {benches or 'docs/bench'}: halves of layers measured on one GPU, the "
+        f"kernel records in {benches or 'docs/bench'}: halves of v41-flash measured on one GPU, the "
         "rest modelled or assumed"
         if calibration is None
         else f"{calibration}, of {known.date} on {known.device}"

@@ -24,6 +24,7 @@ from ppruntime.memory import (
 from ppruntime.models.dims import UnitKind, UnitSpec, boundary_bytes, unit_specs
 from ppruntime.plan import StagePlan, cut
 from ppruntime.plan_report import boundary_of
+from ppruntime.projection.calibrate_kernels import expert_scale, weight_scale
 from ppruntime.projection.calibration import (
     Calibration,
     PerStep,
@@ -117,10 +118,8 @@ def _variant(config: Config, use: ExpertUse, kernels: Kernels | None = None) -> 
         name += f", fused wgrad n {num_fused}"
     turn_s = gain_s = 0.0
     if kernels is not None:
-        tokens = config.train.micro_batch_size * config.train.seq_len
-        scale = tokens * config.model.dims.experts_per_token / kernels.experts.rows
-        turn_s = use.fp8_transposed_on_demand * kernels.experts.turn_s
-        gain_s = kernels.experts.fused_gain_s.get(num_fused, 0.0) * scale
+        turn_s = use.fp8_transposed_on_demand * kernels.experts.turn_s * weight_scale(config)
+        gain_s = kernels.experts.fused_gain_s.get(num_fused, 0.0) * expert_scale(config, kernels)
     block = next(s for s in unit_specs(config.model.dims) if s.kind is UnitKind.MOE)
     used = _with_experts(config, replace(config.moe.compute, backend="triton", **asdict(use)))
     static = _state(used, block) - _state(_with_experts(config, ExpertCompute()), block)

@@ -27,7 +27,7 @@ from ppruntime.projection.headline import (
 )
 from ppruntime.projection.kernel_records import read_kernels
 from ppruntime.projection.planner import uniform_plan
-from ppruntime.projection.planner_inputs import task_of
+from ppruntime.projection.planner_inputs import expert_variants, task_of
 from ppruntime.projection.projector import Origin, ProjectionError
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +102,30 @@ def test_another_length_is_no_measurement():
     origins = {p.name: p.origin for p in found}
     assert origins["attention"] is origins["attention, again"] is Origin.MODELLED
     assert origins["indexer"] is Origin.ASSUMED
+
+
+@pytest.mark.parametrize("words", ["v4-flash.toml", "v41-flash-pp16.toml parallel.ep=16"])
+def test_another_model_or_more_expert_ranks_is_no_measurement(words):
+    """V4-Flash is 4,096 wide with experts of 2,048, where the records are of 5,120 and 2,304; on
+    16 expert ranks each has 24 experts, not 48. Its window-only attention is no other's either."""
+    name, *overrides = words.split()
+    config = load([FULL.with_name(name)], overrides)
+    dims = config.model.dims
+    is_v4 = name.startswith("v4-")
+    for spec in unit_specs(dims):
+        for p in unit_pieces(config, spec, "none", KERNELS):
+            if is_v4 or p.name == "experts":
+                assert p.origin is not Origin.MEASURED or p.name == "attention", (spec.name, p)
+    specs = {spec.name: spec for spec in unit_specs(dims)}
+    experts = unit_pieces(config, specs["layers.5.moe"], "none", KERNELS)[0]
+    size = dims.hidden_size * dims.expert_width / (5120 * 2304)
+    assert experts.forward_s == pytest.approx(size * KERNELS.experts.forward_s)
+    variants = {v.name: v for v in expert_variants(config, KERNELS)}
+    turned = variants["bf16 kept, FP8 turned on demand"].input_grad_s
+    held = dims.num_experts / config.parallel.ep / 48
+    assert turned == pytest.approx(size * held * KERNELS.experts.turn_s)
+    fused = variants["bf16 kept, fused wgrad n 2"].weight_grad_s
+    assert fused == pytest.approx(-size * KERNELS.experts.fused_gain_s[2])
 
 
 def test_a_row_has_batch_gpus_shares_and_an_interval_that_holds_it():
