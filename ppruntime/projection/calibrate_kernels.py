@@ -31,7 +31,7 @@ from ppruntime.projection.calibration import (
     changed_sizes,
     unit_type,
 )
-from ppruntime.projection.kernel_records import Kernels, PartTimes
+from ppruntime.projection.kernel_records import HEAD_SIZES, RECORDED, Kernels, PartTimes
 from ppruntime.projection.pipeline import Piece
 from ppruntime.projection.projector import Origin
 
@@ -39,8 +39,6 @@ IB_BYTES_PER_S = 46e9
 """What one GPU's InfiniBand moves one way; published for the same machines, not measured here."""
 MODES = ("none", "full_moe")
 
-_RECORDED = "v41-flash"
-"""Preset whose kernels, halves and parts the benches time."""
 _ATTENTION_SIZES = (
     *("hidden_size", "num_heads", "head_dim", "q_lora_rank", "index_heads", "index_head_dim"),
     *("o_groups", "o_lora_rank", "num_streams", "window", "index_topk"),
@@ -219,6 +217,8 @@ def _forward_pieces(config: Config, spec: UnitSpec, kernels: Kernels) -> tuple[P
             pieces.append(Piece("indexer", seconds, 0.0, 0.0, Origin.ASSUMED, source))
         if spec.engram_parameters:
             pieces.append(_lookups(dims, tokens))
+    elif spec.kind is UnitKind.HEAD and (head := _whole_head(dims, tokens, kernels)):
+        return (head,)
     elif spec.kind is UnitKind.HEAD and "head" in kernels.parts:
         return (_measured("head", kernels.parts["head"], tokens, size=_head_size(dims)),)
     if matmul > 0 and spec.kind is not UnitKind.EMBED:
@@ -226,7 +226,7 @@ def _forward_pieces(config: Config, spec: UnitSpec, kernels: Kernels) -> tuple[P
         source = f"FLOPs at the measured bf16 rate, {kernels.bf16_flops / 1e12:.0f} TFLOP/s"
         pieces.append(Piece("dense", seconds, seconds, seconds, Origin.MODELLED, source))
     if spec.layer is not None and "mhc" in kernels.parts and dims.num_streams == _STREAMS:
-        width = dims.hidden_size / preset(_RECORDED).hidden_size
+        width = dims.hidden_size / preset(RECORDED).hidden_size
         pieces.append(_measured("streams and norms", kernels.parts["mhc"], tokens, size=width))
     elif spec.layer is not None:
         pieces.append(_streams(dims, tokens, kernels))
@@ -291,8 +291,16 @@ def _measured(
     )
 
 
+def _whole_head(dims: ModelDims, tokens: int, kernels: Kernels) -> Piece | None:
+    """Final norm, head and loss as one unit; None where it was of other sizes or tokens."""
+    head = kernels.head
+    if head is None or head.tokens != tokens or not _is_like(dims, *HEAD_SIZES):
+        return None
+    return _measured("head", head, tokens)
+
+
 def _head_size(dims: ModelDims) -> float:
-    recorded = preset(_RECORDED)
+    recorded = preset(RECORDED)
     return dims.hidden_size * dims.vocab_size / (recorded.hidden_size * recorded.vocab_size)
 
 
@@ -311,7 +319,7 @@ def _engram(config: Config, spec: UnitSpec, kernels: Kernels) -> tuple[Piece, ..
         Piece("engram projection", seconds, seconds, seconds, Origin.MODELLED, source),
     ]
     if "engram gate" in kernels.parts:
-        width = dims.hidden_size / preset(_RECORDED).hidden_size
+        width = dims.hidden_size / preset(RECORDED).hidden_size
         gate = kernels.parts["engram gate"]
         pieces.append(_measured("engram gate", gate, tokens, size=width))
     return tuple(pieces)
@@ -347,7 +355,7 @@ def _core(dims: ModelDims, slots: int, tokens: int, kernels: Kernels) -> Piece:
     """The bench's row for so many slots; between two rows a line through them."""
     known = sorted(kernels.attention_s)
     low, high = known[0], known[-1]
-    recorded = preset(_RECORDED)
+    recorded = preset(RECORDED)
     size = dims.num_heads * dims.head_dim / (recorded.num_heads * recorded.head_dim)
     part = 0.0 if high == low else (slots - low) / (high - low)
     scale = size * tokens / kernels.attention_tokens
@@ -375,7 +383,7 @@ def _expert_parameters(dims: ModelDims) -> float:
 
 def expert_scale(config: Config, kernels: Kernels) -> float:
     """Products of a rank and micro-batch here over those of the bench: rows and widths."""
-    dims, recorded = config.model.dims, preset(_RECORDED)
+    dims, recorded = config.model.dims, preset(RECORDED)
     tokens = config.train.micro_batch_size * config.train.seq_len
     rows = tokens * dims.experts_per_token / kernels.experts.rows
     widths = dims.hidden_size * dims.expert_width
@@ -385,12 +393,12 @@ def expert_scale(config: Config, kernels: Kernels) -> float:
 def weight_scale(config: Config) -> float:
     """Routed experts' parameters of a rank here over those of the bench, one of eight ranks."""
     mine = _expert_parameters(config.model.dims) / config.parallel.ep
-    return mine / (_expert_parameters(preset(_RECORDED)) / 8)
+    return mine / (_expert_parameters(preset(RECORDED)) / 8)
 
 
 def _is_like(dims: ModelDims, *names: str) -> bool:
     """Whether these sizes are those of the model that the benches ran."""
-    recorded = preset(_RECORDED)
+    recorded = preset(RECORDED)
     return all(getattr(dims, name) == getattr(recorded, name) for name in names)
 
 

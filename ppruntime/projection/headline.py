@@ -56,6 +56,8 @@ class Row:
     simulation: Simulation
     shares: dict[Origin, float]
     """Of all work and per-step time, by origin; interference and waits count as modelled."""
+    stages: tuple[dict[Origin, float], ...]
+    """Of each stage's work, by origin."""
     low_s: float
     high_s: float
     """The step's interval."""
@@ -145,6 +147,7 @@ def project_plan(
         job=job,
         simulation=middle,
         shares=_shares(parts, middle),
+        stages=tuple(map(stage_shares, parts.stages)),
         low_s=low_s,
         high_s=high_s,
     )
@@ -251,15 +254,27 @@ def _around(config: Config, kernels: Kernels, plan: Plan, transport: str) -> Sur
     )
 
 
+def stage_shares(stage: StageCost) -> dict[Origin, float]:
+    """Of a stage's work, piece by piece: by origin; they add up to 1."""
+    seconds = _work_s(stage)
+    total = sum(seconds.values()) or 1.0
+    return {origin: time / total for origin, time in seconds.items()}
+
+
+def _work_s(stage: StageCost) -> dict[Origin, float]:
+    """Of one micro-batch. What fusing saves has a piece below 0, taken from its origin's."""
+    seconds = dict.fromkeys(Origin, 0.0)
+    for piece in stage.pieces:
+        seconds[piece.origin] += piece.forward_s + piece.input_grad_s + piece.weight_grad_s
+    return seconds
+
+
 def _shares(parts: Parts, simulation: Simulation) -> dict[Origin, float]:
     """On the busiest rank: its work by origin; all beside it counts as modelled."""
     step = simulation.step
-    busiest = step.busiest
     count = parts.schedule.num_micro_batches
-    seconds = dict.fromkeys(Origin, 0.0)
-    for piece in parts.stages[busiest].pieces:
-        work = piece.forward_s + piece.input_grad_s + piece.weight_grad_s
-        seconds[piece.origin] += count * abs(work)
+    work = _work_s(parts.stages[step.busiest])
+    seconds = {origin: count * time for origin, time in work.items()}
     for row in parts.per_step:
         seconds[Origin(row.origin)] += row.seconds
     seconds[Origin.MODELLED] += max(0.0, step.seconds - sum(seconds.values()))

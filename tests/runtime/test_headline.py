@@ -24,8 +24,10 @@ from ppruntime.projection.headline import (
     exchanges,
     job_of,
     project_plan,
+    stage_shares,
 )
 from ppruntime.projection.kernel_records import read_kernels
+from ppruntime.projection.pipeline import Piece, StageCost
 from ppruntime.projection.planner import uniform_plan
 from ppruntime.projection.planner_inputs import expert_variants, task_of
 from ppruntime.projection.projector import Origin, ProjectionError
@@ -84,9 +86,46 @@ def test_a_half_that_was_measured_at_another_ratio_is_modelled_and_says_so():
         "engram projection": Origin.MODELLED,
         "engram gate": Origin.MEASURED,
     }
-    (head,) = unit_pieces(config, specs["head"], "none", KERNELS)
+    by_parts = replace(KERNELS, head=None)
+    (head,) = unit_pieces(config, specs["head"], "none", by_parts)
     assert head.origin is Origin.MODELLED
     assert head.source == "layer-parts.json, head, x 0.5 by tokens"
+
+
+def test_a_head_that_was_timed_whole_at_these_tokens_is_measured(tmp_path):
+    """Its row is the calibration's, of a model of fewer layers whose head is the same; with final
+    norm and loss it takes a little longer than the record of its products at half their tokens."""
+    config = run()
+    head = unit_specs(config.model.dims)[-1]
+    (whole,) = unit_pieces(config, head, "none", KERNELS)
+    (part,) = unit_pieces(config, head, "none", replace(KERNELS, head=None))
+    assert whole.origin is Origin.MEASURED
+    assert whole.source == "calibration.json, head alone, bf16, no transfer in flight, 100 samples"
+    times = [sum((p.forward_s, p.input_grad_s, p.weight_grad_s)) for p in (whole, part)]
+    assert 1 < times[0] / times[1] < 1.05
+    (longer,) = unit_pieces(run("train.seq_len=16384"), head, "none", KERNELS)
+    assert (longer.origin, longer.source) == (Origin.MEASURED, "layer-parts.json, head")
+    for record in BENCH.glob("*.json"):
+        (tmp_path / record.name).write_bytes(record.read_bytes())
+    path = tmp_path / "calibration.json"
+    known = json.loads(path.read_text())
+    for change in ({"device": "B200"}, {"sizes": {"vocab_size": "8"}}, {"model": "tiny"}):
+        path.write_text(json.dumps(known | change))
+        assert read_kernels(tmp_path).head is None
+
+
+def test_what_fusing_saves_is_no_work_that_was_measured():
+    """A stage of 10 s measured and 10 s modelled, of which fusing saves 2 s measured."""
+    stage = StageCost(
+        (
+            Piece("experts", 2.0, 4.0, 4.0, Origin.MEASURED, ""),
+            Piece("head", 10.0, 0.0, 0.0, Origin.MODELLED, ""),
+            Piece("fused", 0.0, 0.0, -2.0, Origin.MEASURED, ""),
+        )
+    )
+    found = stage_shares(stage)
+    assert found[Origin.MEASURED] == pytest.approx(8 / 18)
+    assert found[Origin.MODELLED] == pytest.approx(10 / 18)
 
 
 def _moe():
