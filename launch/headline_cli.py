@@ -85,9 +85,9 @@ def _rests_on(kernels: Kernels) -> list[str]:
     if kernels.head is None:
         return [*lines]
     tokens = f"{kernels.head.tokens:,}"
-    head = f"  the whole head at {tokens} tokens (of a model with fewer layers), in bf16;"
+    head = f"  the whole head at {tokens} tokens (of a model with fewer layers);"
     return [
-        line.replace("GPUs;", "GPUs,\n" + head).replace(" the head by its tokens,", "")
+        line.replace("GPUs;", f"GPUs,\n{head}").replace("the head by its tokens,", "").rstrip()
         for line in lines
     ]
 

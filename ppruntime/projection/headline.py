@@ -18,10 +18,12 @@ from ppruntime.models.dims import counts, unit_specs
 from ppruntime.plan import cut
 from ppruntime.projection.calibrate_kernels import (
     IB_BYTES_PER_S,
+    expert_scale,
     kernel_calibration,
     per_step_rows,
     remote_copies,
     unit_pieces,
+    weight_scale,
 )
 from ppruntime.projection.kernel_records import Kernels
 from ppruntime.projection.pipeline import HopCost, Parts, Piece, StageCost
@@ -207,7 +209,7 @@ def _parts(config: Config, kernels: Kernels, plan: Plan) -> Parts:
         pieces: list[Piece] = []
         for name, mode in zip(stage.units, stage.modes, strict=True):
             pieces += unit_pieces(config, specs[name], mode, kernels)
-        pieces += _variant_pieces(stage, variants.get(stage.variant), kernels)
+        pieces += _variant_pieces(config, stage, variants.get(stage.variant), kernels)
         stages.append(StageCost(tuple(pieces)))
     boundary = (
         2.0
@@ -229,7 +231,10 @@ def _parts(config: Config, kernels: Kernels, plan: Plan) -> Parts:
     )
 
 
-def _variant_pieces(stage: PlannedStage, variant: Variant | None, kernels: Kernels) -> list[Piece]:
+def _variant_pieces(
+    config: Config, stage: PlannedStage, variant: Variant | None, kernels: Kernels
+) -> list[Piece]:
+    """What a use of the experts changes: as good as their own times, which it is taken from."""
     if variant is None:
         return []
     blocks = sum(name.endswith(".moe") for name in stage.units)
@@ -237,8 +242,10 @@ def _variant_pieces(stage: PlannedStage, variant: Variant | None, kernels: Kerne
     if not any(changes) or not blocks:
         return []
     input_grad_s, weight_grad_s = (blocks * change for change in changes)
+    is_like = expert_scale(config, kernels) == weight_scale(config) == 1
+    origin = Origin.MEASURED if is_like else Origin.MODELLED
     source = kernels.experts.source
-    return [Piece(variant.name, 0.0, input_grad_s, weight_grad_s, Origin.MEASURED, source)]
+    return [Piece(variant.name, 0.0, input_grad_s, weight_grad_s, origin, source)]
 
 
 def _around(config: Config, kernels: Kernels, plan: Plan, transport: str) -> Surroundings:

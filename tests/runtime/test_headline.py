@@ -190,6 +190,25 @@ def test_a_row_has_batch_gpus_shares_and_an_interval_that_holds_it():
     assert rows[0].simulation.pace.mfu < rows[1].simulation.pace.mfu  # nccl slows compute down
 
 
+def test_what_fusing_saves_of_modelled_experts_is_modelled():
+    """At twice the bench's rows experts are a model, and so is what is saved of them."""
+    config = run("train.seq_len=16384", "pp.size=4", "pp.layers_per_stage=[10, 10, 10, 10]")
+    task = task_of(
+        config,
+        kernel_calibration(config, KERNELS, "put"),
+        memory_bytes=float("inf"),
+        reserved_bytes=RESERVED_BYTES,
+        host_bytes_per_s=0.0,
+        link=None,
+        variants=expert_variants(config, KERNELS),
+    )
+    plan, why = uniform_plan(task)
+    assert plan is not None, why
+    assert "fused wgrad" in plan.stages[0].variant
+    row = project_plan(config, KERNELS, plan, "put", "uniform")
+    assert all(0 <= share <= 1 for stage in row.stages for share in stage.values())
+
+
 def test_tokens_reach_as_many_places_as_drawing_experts_evenly_gives():
     dims = preset("v41-flash")
     assert remote_copies(dims, 8, 1) == pytest.approx(8 * (1 - (7 / 8) ** 6) * 7 / 8)
