@@ -53,6 +53,8 @@ class StageTimes(OpTimes, frozen=True, kw_only=True):
     """A whole stage, timed as one. Holds for the file's `layers_per_stage` only."""
 
     stage: int
+    ac_modes: tuple[str, ...] | None = None
+    """Of its half-layers in order, as rows of units have them; None: not said."""
     whole_backwards: bool = False
     """I and W were timed as one, and each is given half of it: right for an order that has them as
     one, a guess for one that parts them."""
@@ -298,6 +300,11 @@ def _problem(found: Calibration) -> str | None:
                 return (
                     f"{place}.unit is {row.unit!r}, which no model has; write such as "
                     "attention.reuse.ratio2, moe.routed, embed or head"
+                )
+            if isinstance(row, StageTimes) and not all(map(is_mode_name, row.ac_modes or ())):
+                return (
+                    f"{place}.ac_modes are {', '.join(row.ac_modes or ())}, which no run has; "
+                    "write one for each half-layer, such as full"
                 )
             if isinstance(row, UnitTimes | HeldBytes) and not is_mode_name(row.ac_mode):
                 return (

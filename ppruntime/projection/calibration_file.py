@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from ppruntime.config import Config
-from ppruntime.plan import cut
+from ppruntime.plan import StagePlan, cut
 from ppruntime.projection.calibration import (
     LEAST_SAMPLES,
     Calibration,
@@ -28,6 +28,7 @@ from ppruntime.projection.calibration import (
     of_other_sizes,
     read_calibration,
 )
+from ppruntime.projection.pipeline import modes_of
 from ppruntime.projection.projector import ProjectionError
 from ppruntime.typed_command import typed
 
@@ -73,7 +74,7 @@ def calibration_of(
             "zero_weights": False,
             "profiled": False,
             "layers_per_stage": _cut(config) if stages else None,
-            "stages": checked(stages),
+            "stages": checked(_in_their_modes(config, stages)),
             "units": checked(units),
             "transfers": checked(transfers),
             "per_step": checked(per_step),
@@ -87,13 +88,23 @@ def calibration_of(
 
 
 def _cut(config: Config) -> tuple[float, ...]:
-    plan = cut(
+    return tuple(stage.num_layers for stage in _stages(config))
+
+
+def _stages(config: Config) -> tuple[StagePlan, ...]:
+    return cut(
         config.model.dims,
         range(config.pp.num_stages),
         config.pp.layers_per_stage,
         seq_len=config.train.seq_len,
     )
-    return tuple(stage.num_layers for stage in plan)
+
+
+def _in_their_modes(config: Config, rows: Sequence[StageTimes]) -> list[StageTimes]:
+    plan = _stages(config) if rows else ()
+    return [
+        msgspec.structs.replace(row, ac_modes=modes_of(config, plan[row.stage])) for row in rows
+    ]
 
 
 def refuse_profilers() -> None:

@@ -213,6 +213,12 @@ def stage_costs(
     for stage in plan:
         if stage.index in whole:
             row = whole[stage.index]
+            if row.ac_modes not in (None, modes := modes_of(config, stage)):
+                raise ProjectionError(
+                    f"the calibration timed stage {stage.index} with ac modes "
+                    f"{_listed(row.ac_modes or ())} of its half-layers, the run has "
+                    f"{_listed(modes)}; set ac.mode and ac.layer_modes alike or calibrate the run"
+                )
             times = (row.forward_s, row.input_grad_s, row.weight_grad_s)
             origin = Origin(row.origin)
             if row.whole_backwards and parts_backwards:
@@ -330,6 +336,16 @@ def _known(config: Config, spec: UnitSpec, calibration: Calibration | None) -> P
             times = (row.forward_s, row.input_grad_s, row.weight_grad_s)
             return Piece(spec.name, *times, Origin(row.origin), row.source)
     return None
+
+
+def modes_of(config: Config, stage: StagePlan) -> tuple[str, ...]:
+    """Of the stage's half-layers, as rows of units have them."""
+    return tuple(mode_name(config, spec) for spec in stage.units if spec.layer is not None)
+
+
+def _listed(modes: Sequence[str]) -> str:
+    """One name where all are alike."""
+    return ", ".join(modes if len(set(modes)) > 1 else modes[:1]) or "none, as it has no half-layer"
 
 
 def _mode(config: Config, spec: UnitSpec) -> str:

@@ -423,6 +423,14 @@ def test_times_of_something_else_are_refused(changes, text):
             "units[0].ac_mode is 'selective:attention+experts', which no run has; write such as",
         ),
         (
+            {"per_step": [row(name="reduce", seconds=0.1, parameters=-1)]},
+            "per_step[0].parameters is -1; give 0 or more",
+        ),
+        (
+            {"stages": [op_times(stage=0, ac_modes=["half"])], "layers_per_stage": [0.5]},
+            "stages[0].ac_modes are half, which no run has; write one for each half-layer",
+        ),
+        (
             {"per_step": [row(name="reduce", seconds=0.1, data_ranks=0)]},
             "per_step[0].data_ranks is 0; give 1 or more",
         ),
@@ -512,6 +520,26 @@ def test_a_run_of_other_sizes_than_its_preset_is_another_model():
     assert "is of v41-proxy-8 as it is, this run of v41-proxy-8 with model.hid" in str(caught.value)
     known = msgspec.structs.replace(known, sizes={"num_experts": "64", "hidden_size": "64"})
     stage_costs(config, plan, calibration=known, efficiency=0.4, gpu_flops=989e12)
+
+
+def test_stages_that_were_timed_in_other_modes_are_refused():
+    """Recomputation is in a stage's time, as it is in a unit's."""
+    config, plan = full_plan("ac.mode=none", 'ac.layer_modes={"0" = "full"}')
+    first = ["full", "full", "none", "none", "none"]
+    rest = [["none"] * 5] * 15
+
+    def costs(modes: list[list[str]]):
+        rows = [op_times(stage=s, ac_modes=each) for s, each in enumerate(modes)]
+        known = calibrated(stages=rows, layers_per_stage=[2.5] * 16)
+        return stage_costs(config, plan, calibration=known, efficiency=None, gpu_flops=989e12)
+
+    assert {cost.origin for cost in costs([first, *rest])} == {Origin.MEASURED}
+    with pytest.raises(ProjectionError) as caught:
+        costs([["full"] * 5, *rest])
+    assert str(caught.value).startswith(
+        "the calibration timed stage 0 with ac modes full of its half-layers, the run has full, "
+        "full, none, none, none; set ac.mode"
+    )
 
 
 def test_an_update_by_another_rule_is_refused():
