@@ -74,8 +74,21 @@ def _head(kernels: Kernels) -> list[str]:
         f"{', '.join(sorted(set(kernels.dates)))} ({kernels.device}). No pipeline step of this "
         "model was run on GPUs.",
         "",
-        *(_MEASURED if kernels.moe_half is None else _MEASURED_WHOLE),
+        *_rests_on(kernels),
         *_RESTS_ON,
+    ]
+
+
+def _rests_on(kernels: Kernels) -> list[str]:
+    """What is measured and what is modelled; a head that was timed whole is no model."""
+    lines = _MEASURED if kernels.moe_half is None else _MEASURED_WHOLE
+    if kernels.head is None:
+        return [*lines]
+    tokens = f"{kernels.head.tokens:,}"
+    head = f"  the whole head at {tokens} tokens (of a model with fewer layers);"
+    return [
+        line.replace("GPUs;", f"GPUs,\n{head}").replace("the head by its tokens,", "").rstrip()
+        for line in lines
     ]
 
 
@@ -202,6 +215,7 @@ def _memory(row: Row) -> list[str]:
             str(index),
             f"{stage.layers:g}",
             f"{1e3 * stage.work_s:.1f}",
+            f"{100 * row.stages[index][Origin.MEASURED]:.0f}",
             str(stage.in_flight),
             f"{stage.static_bytes / 1e9:.1f}",
             f"{stage.slot_bytes / 1e9:.1f}",
@@ -218,6 +232,7 @@ def _memory(row: Row) -> list[str]:
         "stage",
         "layers",
         "work ms",
+        "of it measured %",
         "in flight",
         "lies there GB",
         "slots GB",
@@ -244,6 +259,8 @@ def _waterfall(row: Row) -> list[str]:
         f"{short(row.job.global_batch_tokens)} tokens a step: one thing after another",
         "",
         f"Measured / modelled / assumed, of the whole step: {_share_words(row)}.",
+        "Work counts piece by piece on the busiest stage, as the tables above do for each; waits,",
+        "transfers and slow-downs count as modelled.",
         "",
         *_markdown(("", "step s", "MFU %"), cells),
         "",

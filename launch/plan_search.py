@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppruntime.launch.intervals import spread_words
-from ppruntime.projection.calibration import SENT
 from ppruntime.projection.pipeline import SPREAD
 from ppruntime.projection.projector import Job, Origin, ProjectionError, positive
+from ppruntime.projection.step_pieces import SENT
 from ppruntime.text_table import short, short_bytes, text_table
 
 if TYPE_CHECKING:
     from ppruntime.config import Config
-    from ppruntime.projection.calibration import Calibration, Slowdown
+    from ppruntime.projection.calibration import Calibration, PerStep, Slowdown
     from ppruntime.projection.planner import Found, Plan
     from ppruntime.projection.planner_task import Task, Variant
 
@@ -44,7 +44,12 @@ def search(
     from ppruntime.projection.calibrate_kernels import kernel_calibration
     from ppruntime.projection.calibration import read_calibration
     from ppruntime.projection.kernel_records import read_kernels
-    from ppruntime.projection.planner_inputs import expert_variants, task_of, with_fast_kernels
+    from ppruntime.projection.planner_inputs import (
+        expert_variants,
+        per_step_of,
+        task_of,
+        with_fast_kernels,
+    )
     from ppruntime.projection.planner_ledger import plans_that_fit
     from ppruntime.schedules.machine import Interference
 
@@ -96,12 +101,12 @@ def search(
         global_batch_tokens=float(config.global_batch_size * config.train.seq_len),
     )
     source = (
-        f"kernel records in {benches or 'docs/bench'}: halves of layers measured on one GPU, the "
-        "rest modelled or assumed"
+        f"kernel records in {benches or 'docs/bench'}: halves of v41-flash measured on one GPU, "
+        "the rest modelled or assumed"
         if calibration is None
         else f"{calibration}, of {known.date} on {known.device}"
     )
-    shares = _shares(task)
+    shares = _Shares(_of_units(task), per_step_of(config, known))
     counted = _counted(known, slows, config.parallel.num_data_ranks)
     print(
         _json(found, job, source, shares, counted, config, asked)
@@ -157,7 +162,24 @@ def _counted(known: Calibration, slows: Slowdown | None, num_data_ranks: int) ->
     return lines
 
 
-def _shares(task: Task) -> dict[Origin, float]:
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """What the steps of plans rest on."""
+
+    units: Mapping[Origin, float]
+    """Of the work on units, and taken for all else in virtual time."""
+    per_step: Sequence[PerStep]
+
+    def of(self, plan: Plan) -> dict[Origin, float]:
+        """Of the plan's step, by origin; they add up to 1."""
+        once = sum(piece.seconds for piece in self.per_step)
+        found = {o: share * (1 - once / plan.step_s) for o, share in self.units.items()}
+        for piece in self.per_step:
+            found[Origin(piece.origin)] += piece.seconds / plan.step_s
+        return found
+
+
+def _of_units(task: Task) -> dict[Origin, float]:
     """Of the least work, by origin of the units that it is of; they add up to 1."""
     total = sum(unit.choices[0].work_s for unit in task.units) or 1.0
     return {
@@ -166,17 +188,19 @@ def _shares(task: Task) -> dict[Origin, float]:
     }
 
 
-def _mfu_between(plan: Plan, job: Job, shares: Mapping[Origin, float]) -> tuple[float, float]:
+def _mfu_between(plan: Plan, job: Job, shares: _Shares) -> tuple[float, float]:
     """The plan's MFU in percent if all its times are longer and shorter than they stand, by origin
     as `intervals.spread_words` says."""
-    off = sum(share * SPREAD[origin] for origin, share in shares.items())
+    off = sum(share * SPREAD[origin] for origin, share in shares.of(plan).items())
     low, high = (100 * job.at_step_s(plan.step_s * (1 + sign * off)).mfu for sign in (1, -1))
     return low, high
 
 
 def _rests_on(source: str, shares: Mapping[Origin, float]) -> str:
     parts = ", ".join(f"{100 * share:.0f} % {origin}" for origin, share in shares.items())
-    return f"{source}; whole units count as their weakest part: {parts}"
+    return (
+        f"{source}; of the best plan's step, where whole units count as their weakest part: {parts}"
+    )
 
 
 def _text(
@@ -184,7 +208,7 @@ def _text(
     task: Task,
     job: Job,
     source: str,
-    shares: Mapping[Origin, float],
+    shares: _Shares,
     counted: Sequence[str],
     config: Config,
     asked: Config,
@@ -197,7 +221,7 @@ def _text(
         f"{config.parallel.dp}, ep {config.parallel.ep}), {short(job.global_batch_tokens)} tokens "
         f"a step, {task.num_micro_batches} micro-batches, at most {task.memory_bytes / 1e9:g} GB a "
         f"GPU of which {task.reserved_bytes / 1e9:g} GB reserved (assumed)",
-        _rests_on(source, shares),
+        _rests_on(source, shares.of(best)),
         "",
     ]
     rows = [_row(plan, job, task, shares) for plan in found.plans]
@@ -336,7 +360,7 @@ def _list(numbers: Sequence[float]) -> str:
     return f"[{','.join(f'{number:g}' for number in numbers)}]"
 
 
-def _row(plan: Plan, job: Job, task: Task, shares: Mapping[Origin, float]) -> tuple[str, ...]:
+def _row(plan: Plan, job: Job, task: Task, shares: _Shares) -> tuple[str, ...]:
     stage = plan.stages[plan.busiest]
     most = max(range(len(plan.stages)), key=lambda s: plan.stages[s].peak_bytes)
     return (
@@ -380,7 +404,7 @@ def _json(
     found: Found,
     job: Job,
     source: str,
-    shares: Mapping[Origin, float],
+    shares: _Shares,
     counted: Sequence[str],
     config: Config,
     asked: Config,
@@ -396,14 +420,15 @@ def _json(
             "mfu_between": _mfu_between(plan, job, shares),
         }
 
+    best_shares = shares.of(found.plans[0])
     return json_module.dumps(
         {
             "gpus": job.num_gpus,
             "global_batch_tokens": job.global_batch_tokens,
-            "rests_on": _rests_on(source, shares),
+            "rests_on": _rests_on(source, best_shares),
             "intervals": spread_words(SPREAD),
             "counted": list(counted),
-            "shares": {str(origin): share for origin, share in shares.items()},
+            "shares": {str(origin): share for origin, share in best_shares.items()},
             "plans": [of(plan) for plan in found.plans],
             "uniform": of(found.uniform),
             "faster_than_uniform": found.uniform.step_s / found.plans[0].step_s - 1

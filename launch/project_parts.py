@@ -10,7 +10,7 @@ from pathlib import Path
 from ppruntime.config import Config
 from ppruntime.order import make_order
 from ppruntime.plan import StagePlan, cut
-from ppruntime.projection.calibration import Calibration, PerStep, on_data_ranks, read_calibration
+from ppruntime.projection.calibration import Calibration, PerStep, read_calibration
 from ppruntime.projection.pipeline import (
     HopCost,
     Parts,
@@ -20,6 +20,7 @@ from ppruntime.projection.pipeline import (
     stage_costs,
 )
 from ppruntime.projection.projector import MOST_OF_PEAK, Origin, ProjectionError, positive
+from ppruntime.projection.step_pieces import on_run
 from ppruntime.schedules.costs import parse_costs
 from ppruntime.schedules.ops import Kind, Schedule
 
@@ -86,7 +87,7 @@ def pipeline_parts(
             else hop
             for index, hop in enumerate(_hops(config, plan, known, transfer_s, link))
         ),
-        per_step=_per_step(config, known, per_step_s),
+        per_step=_per_step(config, plan, known, per_step_s),
         jitter=jitter,
         seed=seed,
     )
@@ -138,9 +139,9 @@ def _hops(
 
 
 def _per_step(
-    config: Config, calibration: Calibration | None, text: str | None
+    config: Config, plan: Sequence[StagePlan], calibration: Calibration | None, text: str | None
 ) -> tuple[PerStep, ...]:
-    """The calibration's pieces, on the run's data ranks; a piece of the same name on the command
+    """The calibration's pieces, on the run's ranks and cut; a piece of the same name on the command
     line replaces it."""
     pieces = {piece.name: piece for piece in (calibration.per_step if calibration else ())}
     if text is None and not pieces:
@@ -153,11 +154,16 @@ def _per_step(
         name, equals, seconds = part.rpartition("=")
         value = seconds_of("--per-step-s", seconds)[0]
         key = name.strip() if equals else "rest"
+        if not key:
+            raise ProjectionError(
+                f"--per-step-s {part.strip()!r} has no name before '='; write such as "
+                "optimizer=0.15"
+            )
         if key in said:
             raise ProjectionError(f"--per-step-s names {key} twice; say it once")
         said.add(key)
         pieces[key] = PerStep(name=key, seconds=value, origin="assumed", source="--per-step-s")
-    return tuple(on_data_ranks(row, config.parallel.num_data_ranks) for row in pieces.values())
+    return tuple(on_run(row, config, plan) for row in pieces.values())
 
 
 def seconds_of(option: str, text: str) -> tuple[float, ...]:

@@ -5,6 +5,7 @@
     simulate            the same on a cluster that is not ideal
     step_memory         what ranks hold meanwhile: the memory ledger, in time
     calibration         the file of times that both read; `calibration_file` writes it
+    step_pieces         what was timed once a step on one layout, on another
     calibrate           times a model's units; `calibrate_step` and `calibrate_traffic` the rest
     calibrate_kernels   a unit's times from kernels measured alone; `kernel_records` reads them
     planner             cut, recompute mode and order with the shortest step that fits; with

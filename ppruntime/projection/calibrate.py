@@ -26,6 +26,7 @@ from ppruntime.memory import activation_bytes
 from ppruntime.messages import any_rank, first_complaint
 from ppruntime.models.carry import CROSSING, DIFFERENTIABLE, MicroBatch
 from ppruntime.models.dims import UnitSpec, unit_specs
+from ppruntime.order import make_order
 from ppruntime.plan import StagePlan, cut
 from ppruntime.projection.calibration import (
     HeldBytes,
@@ -37,6 +38,7 @@ from ppruntime.projection.calibration import (
     unit_type,
 )
 from ppruntime.projection.projector import ProjectionError
+from ppruntime.projection.step_pieces import piece_parameters
 from ppruntime.ranks import Ranks
 from ppruntime.stage import Stage
 from ppruntime.trainer import make_optimizer
@@ -119,12 +121,12 @@ def unit_rows(
 
 
 def optimizer_row(config: Config, ranks: Ranks, samples: int) -> PerStep:
-    """The update of the busiest stage: measured on one unit, scaled by the bytes of its state; and
-    for one data rank, as the unit was alone."""
+    """The update of the busiest rank: measured on one unit, scaled by its parameters; and for one
+    data rank, as the unit was alone."""
     dims = config.model.dims
     plan = cut(
         dims,
-        range(config.pp.num_stages),
+        make_order(config).computations.stage_to_rank,
         config.pp.layers_per_stage,
         seq_len=config.train.seq_len,
     )
@@ -134,21 +136,22 @@ def optimizer_row(config: Config, ranks: Ranks, samples: int) -> PerStep:
         param.grad = torch.randn_like(param) * 1e-3
     optimizer = make_optimizer(config, [(spec, *stage.units)])
     seconds, _ = median_and_p95(timed(optimizer.step, samples, ranks.device))
-    here = _num_parameters((spec,))
-    most = max(_num_parameters(each.units) for each in plan)
+    num_shards = config.parallel.num_data_ranks
+    here, most = (
+        round(num_shards * piece_parameters(config, stages, "optimizer"))
+        for stages in ((_alone(spec),), plan)
+    )
     return PerStep(
         name="optimizer",
         seconds=seconds * most / here,
         origin="modelled",
         source=f"{config.optim.type} on {spec.name}, {samples} samples, x parameters of the "
-        f"busiest stage ({most:,}) over its own ({here:,})",
+        f"busiest rank ({most:,}) over its own ({here:,})",
         samples=samples,
         data_ranks=1,
+        optimizer=config.optim.type,
+        parameters=most,
     )
-
-
-def _num_parameters(specs: Sequence[UnitSpec]) -> int:
-    return sum(spec.parameters + spec.engram_parameters for spec in specs)
 
 
 def transfer_rows(

@@ -16,6 +16,7 @@ from ppruntime.models.dims import (
     UnitSpec,
     boundary_bytes,
     forward_flops_per_token,
+    preset,
     unit_parameters,
     unit_specs,
 )
@@ -27,9 +28,10 @@ from ppruntime.projection.calibration import (
     Slowdown,
     TransferTimes,
     UnitTimes,
+    changed_sizes,
     unit_type,
 )
-from ppruntime.projection.kernel_records import Kernels, PartTimes
+from ppruntime.projection.kernel_records import HEAD_SIZES, RECORDED, Kernels, PartTimes
 from ppruntime.projection.pipeline import Piece
 from ppruntime.projection.projector import Origin
 
@@ -37,6 +39,10 @@ IB_BYTES_PER_S = 46e9
 """What one GPU's InfiniBand moves one way; published for the same machines, not measured here."""
 MODES = ("none", "full_moe")
 
+_ATTENTION_SIZES = (
+    *("hidden_size", "num_heads", "head_dim", "q_lora_rank", "index_heads", "index_head_dim"),
+    *("o_groups", "o_lora_rank", "num_streams", "window", "index_topk"),
+)
 _STREAMS = 4
 """Residual streams of the bench's mHC."""
 _INDEX_SHARE = 0.25
@@ -88,6 +94,7 @@ def kernel_calibration(config: Config, kernels: Kernels, transport: str) -> Cali
         versions={},
         date=max(kernels.dates),
         model=config.model.name,
+        sizes=changed_sizes(config),
         seq_len=config.train.seq_len,
         micro_batch_size=config.train.micro_batch_size,
         ep=config.parallel.ep,
@@ -128,11 +135,10 @@ def per_step_rows(config: Config, kernels: Kernels) -> tuple[PerStep, ...]:
     most_blocks = max(1, -(-dims.num_layers // config.pp.size))
     per_block = _expert_parameters(dims) / config.parallel.ep
     shard = most_blocks * per_block / config.parallel.dp
-    scale = per_block / (48 * 3 * 5120 * 2304)
     return (
         PerStep(
             name="quantise",
-            seconds=most_blocks * scale * kernels.experts.quantise_s,
+            seconds=most_blocks * weight_scale(config) * kernels.experts.quantise_s,
             origin="modelled",
             source=f"{most_blocks} MoE blocks x measured {1e3 * kernels.experts.quantise_s:.2f} ms",
         ),
@@ -180,15 +186,20 @@ def _forward_pieces(config: Config, spec: UnitSpec, kernels: Kernels) -> tuple[P
     pieces: list[Piece] = []
     if spec.kind is UnitKind.MOE:
         experts = kernels.experts
-        scale = _expert_scale(config, kernels)
+        scale = expert_scale(config, kernels)
+        is_like = scale == weight_scale(config) == 1 and _is_like(
+            dims, "hidden_size", "expert_width"
+        )
         pieces.append(
             Piece(
                 "experts",
                 scale * experts.forward_s,
                 scale * experts.input_grad_s,
                 scale * experts.weight_grad_s,
-                Origin.MEASURED if scale == 1 else Origin.MODELLED,
-                experts.source if scale == 1 else f"{experts.source}, x {scale:.3g} by rows",
+                Origin.MEASURED if is_like else Origin.MODELLED,
+                experts.source
+                if is_like
+                else f"{experts.source}, x {scale:.3g} by rows and widths",
             )
         )
         pieces.append(_dispatch(config, kernels))
@@ -199,21 +210,24 @@ def _forward_pieces(config: Config, spec: UnitSpec, kernels: Kernels) -> tuple[P
         return (half, *_engram(config, spec, kernels))
     elif spec.kind is UnitKind.ATTENTION:
         slots = round(flops.attention / (4.0 * dims.num_heads * dims.head_dim))
-        pieces.append(_core(slots, tokens, kernels))
+        pieces.append(_core(dims, slots, tokens, kernels))
         if flops.index_scores:
             seconds = flops.index_scores * tokens / (_INDEX_SHARE * kernels.bf16_flops)
             source = f"index scores and top-k at {_INDEX_SHARE:.0%} of the bf16 rate"
             pieces.append(Piece("indexer", seconds, 0.0, 0.0, Origin.ASSUMED, source))
         if spec.engram_parameters:
             pieces.append(_lookups(dims, tokens))
+    elif spec.kind is UnitKind.HEAD and (head := _whole_head(dims, tokens, kernels)):
+        return (head,)
     elif spec.kind is UnitKind.HEAD and "head" in kernels.parts:
-        return (_measured("head", kernels.parts["head"], tokens),)
+        return (_measured("head", kernels.parts["head"], tokens, size=_head_size(dims)),)
     if matmul > 0 and spec.kind is not UnitKind.EMBED:
         seconds = matmul * tokens / kernels.bf16_flops
         source = f"FLOPs at the measured bf16 rate, {kernels.bf16_flops / 1e12:.0f} TFLOP/s"
         pieces.append(Piece("dense", seconds, seconds, seconds, Origin.MODELLED, source))
     if spec.layer is not None and "mhc" in kernels.parts and dims.num_streams == _STREAMS:
-        pieces.append(_measured("streams and norms", kernels.parts["mhc"], tokens))
+        width = dims.hidden_size / preset(RECORDED).hidden_size
+        pieces.append(_measured("streams and norms", kernels.parts["mhc"], tokens, size=width))
     elif spec.layer is not None:
         pieces.append(_streams(dims, tokens, kernels))
     return tuple(pieces)
@@ -230,7 +244,7 @@ def _half(dims: ModelDims, spec: UnitSpec, tokens: int, kernels: Kernels) -> Pie
     kind = f"Full ratio {ratio}" if spec.role is Role.FULL else str(spec.role).capitalize()
     kind = "SWA" if spec.role is Role.SWA else kind
     part = kernels.halves.get(kind)
-    if part is None or part.tokens != tokens:
+    if part is None or part.tokens != tokens or not _is_like(dims, *_ATTENTION_SIZES):
         return None
     is_like = ratio <= 1 or spec.role is Role.FULL
     note = "" if is_like else f", taken for ratio {ratio}"
@@ -256,11 +270,17 @@ def _around_experts(dims: ModelDims, tokens: int, kernels: Kernels) -> Piece | N
     )
 
 
-def _measured(name: str, part: PartTimes, tokens: int, note: str = "") -> Piece:
-    """A part that was measured as a whole; by tokens where there are others."""
+def _measured(
+    name: str, part: PartTimes, tokens: int, note: str = "", *, size: float = 1.0
+) -> Piece:
+    """A part that was measured as a whole; by tokens where there are others, and by its `size` over
+    that of the bench's."""
     scale = tokens / part.tokens
     if scale != 1:
         note += f", x {scale:.3g} by tokens"
+    if size != 1:
+        note += f", x {size:.3g} by width"
+    scale *= size
     return Piece(
         name,
         scale * part.forward_s,
@@ -269,6 +289,19 @@ def _measured(name: str, part: PartTimes, tokens: int, note: str = "") -> Piece:
         Origin.MODELLED if note else Origin.MEASURED,
         part.source + note,
     )
+
+
+def _whole_head(dims: ModelDims, tokens: int, kernels: Kernels) -> Piece | None:
+    """Final norm, head and loss as one unit; None where it was of other sizes or tokens."""
+    head = kernels.head
+    if head is None or head.tokens != tokens or not _is_like(dims, *HEAD_SIZES):
+        return None
+    return _measured("head", head, tokens)
+
+
+def _head_size(dims: ModelDims) -> float:
+    recorded = preset(RECORDED)
+    return dims.hidden_size * dims.vocab_size / (recorded.hidden_size * recorded.vocab_size)
 
 
 def _engram(config: Config, spec: UnitSpec, kernels: Kernels) -> tuple[Piece, ...]:
@@ -286,7 +319,9 @@ def _engram(config: Config, spec: UnitSpec, kernels: Kernels) -> tuple[Piece, ..
         Piece("engram projection", seconds, seconds, seconds, Origin.MODELLED, source),
     ]
     if "engram gate" in kernels.parts:
-        pieces.append(_measured("engram gate", kernels.parts["engram gate"], tokens))
+        width = dims.hidden_size / preset(RECORDED).hidden_size
+        gate = kernels.parts["engram gate"]
+        pieces.append(_measured("engram gate", gate, tokens, size=width))
     return tuple(pieces)
 
 
@@ -316,12 +351,14 @@ def remote_copies(dims: ModelDims, num_ranks: int, ranks_per_place: int) -> floa
     return reached * (places - 1) / places if places > 1 else 0.0
 
 
-def _core(slots: int, tokens: int, kernels: Kernels) -> Piece:
+def _core(dims: ModelDims, slots: int, tokens: int, kernels: Kernels) -> Piece:
     """The bench's row for so many slots; between two rows a line through them."""
     known = sorted(kernels.attention_s)
     low, high = known[0], known[-1]
+    recorded = preset(RECORDED)
+    size = dims.num_heads * dims.head_dim / (recorded.num_heads * recorded.head_dim)
     part = 0.0 if high == low else (slots - low) / (high - low)
-    scale = tokens / kernels.attention_tokens
+    scale = size * tokens / kernels.attention_tokens
     forward, backward = (
         scale * (kernels.attention_s[low][i] * (1 - part) + kernels.attention_s[high][i] * part)
         for i in (0, 1)
@@ -344,10 +381,25 @@ def _expert_parameters(dims: ModelDims) -> float:
     return dims.num_experts * 3.0 * dims.hidden_size * dims.expert_width
 
 
-def _expert_scale(config: Config, kernels: Kernels) -> float:
-    """Rows of a rank and micro-batch here over those of the bench."""
+def expert_scale(config: Config, kernels: Kernels) -> float:
+    """Products of a rank and micro-batch here over those of the bench: rows and widths."""
+    dims, recorded = config.model.dims, preset(RECORDED)
     tokens = config.train.micro_batch_size * config.train.seq_len
-    return tokens * config.model.dims.experts_per_token / kernels.experts.rows
+    rows = tokens * dims.experts_per_token / kernels.experts.rows
+    widths = dims.hidden_size * dims.expert_width
+    return rows * widths / (recorded.hidden_size * recorded.expert_width)
+
+
+def weight_scale(config: Config) -> float:
+    """Routed experts' parameters of a rank here over those of the bench, one of eight ranks."""
+    mine = _expert_parameters(config.model.dims) / config.parallel.ep
+    return mine / (_expert_parameters(preset(RECORDED)) / 8)
+
+
+def _is_like(dims: ModelDims, *names: str) -> bool:
+    """Whether these sizes are those of the model that the benches ran."""
+    recorded = preset(RECORDED)
+    return all(getattr(dims, name) == getattr(recorded, name) for name in names)
 
 
 def _least(pieces: tuple[Piece, ...]) -> Origin:

@@ -23,9 +23,12 @@ from ppruntime.models.carry import MicroBatch
 from ppruntime.models.dispatch import check_waits
 from ppruntime.models.weight_copies import WeightCopies, renew_copies
 from ppruntime.optim import clip_, global_norm
+from ppruntime.order import make_order
+from ppruntime.plan import cut
 from ppruntime.projection.calibrate import on_device
 from ppruntime.projection.calibration import PerStep, median_and_p95
 from ppruntime.projection.projector import ProjectionError
+from ppruntime.projection.step_pieces import piece_parameters
 from ppruntime.ranks import Ranks
 from ppruntime.trainer import make_optimizer
 from ppruntime.wrap import hold_gradients, reduce_grads
@@ -54,7 +57,14 @@ def per_step_rows(
     finally:
         pipeline.transport.close()
     layout = ranks.layout
-    where = f"{layout.world} ranks, dp {layout.dp} x ep {layout.ep}, on {ranks.device.type}"
+    plan = cut(
+        config.model.dims,
+        make_order(config).computations.stage_to_rank,
+        config.pp.layers_per_stage,
+        seq_len=config.train.seq_len,
+    )
+    grid = f"pp {layout.pp} x dp {layout.dp} x ep {layout.ep}"
+    where = f"{layout.world} ranks, {grid}, on {ranks.device.type}"
     rows = []
     for name, values in seconds.items():
         middle, p95 = median_and_p95(values)
@@ -67,6 +77,8 @@ def per_step_rows(
                 source=f"slowest of {where}; {_WHAT[name]}",
                 samples=len(values),
                 data_ranks=None if name == "quantise" else layout.num_data_ranks,
+                optimizer=config.optim.type if name == "optimizer" else None,
+                parameters=round(piece_parameters(config, plan, name)),
             )
         )
     return rows

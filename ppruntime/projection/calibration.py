@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from ppruntime.models.dims import ModelDims, Role, UnitKind, UnitSpec
-from ppruntime.projection.projector import Origin, ProjectionError, weakest
+from ppruntime.config.keys import TRAIN_KEYS_OF_DIMS, Config
+from ppruntime.models.dims import ModelDims, Role, UnitKind, UnitSpec, preset
+from ppruntime.projection.projector import Origin, ProjectionError
 from ppruntime.recompute import is_mode_name
 
 LEAST_SAMPLES = 100
@@ -52,6 +53,8 @@ class StageTimes(OpTimes, frozen=True, kw_only=True):
     """A whole stage, timed as one. Holds for the file's `layers_per_stage` only."""
 
     stage: int
+    ac_modes: tuple[str, ...] | None = None
+    """Of its half-layers in order, as rows of units have them; None: not said."""
     whole_backwards: bool = False
     """I and W were timed as one, and each is given half of it: right for an order that has them as
     one, a guess for one that parts them."""
@@ -112,6 +115,11 @@ class PerStep(Row, frozen=True, kw_only=True):
     p95_s: float | None = None
     data_ranks: int | None = None
     """Data ranks (dp x ep) that it was timed on; None: it does not depend on them."""
+    optimizer: str | None = None
+    """`optim.type`, of what depends on it."""
+    parameters: int | None = None
+    """What it was timed on: `step_pieces.piece_parameters` of that run; None: of the cut that it is
+    projected to."""
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,6 +132,10 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     date: str
     model: str
     """As `model.name` of a run."""
+    sizes: dict[str, str] = {}
+    """Keys of `[model]` with which that run's sizes were not the preset's: `changed_sizes`."""
+    precision: str | None = None
+    """`train.precision` of units and stages; None: not said."""
     seq_len: int
     micro_batch_size: int
     ep: int
@@ -170,6 +182,28 @@ def read_calibration(path: Path) -> Calibration:
     return found
 
 
+def changed_sizes(config: Config) -> dict[str, str]:
+    """Keys of the run's `[model]` that are not as in the preset, with their values as JSON."""
+    usual, dims = preset(config.model.name), config.model.dims
+    return {
+        name: msgspec.json.encode(getattr(dims, name)).decode()
+        for name in dims.__struct_fields__
+        if name not in TRAIN_KEYS_OF_DIMS and getattr(dims, name) != getattr(usual, name)
+    }
+
+
+def of_other_sizes(known: Calibration, sizes: Mapping[str, str]) -> str | None:
+    """What the file is of and what a run with these `changed_sizes` is; None where they agree."""
+
+    def words(changes: Mapping[str, str]) -> str:
+        listed = ", ".join(f"model.{name} = {value}" for name, value in sorted(changes.items()))
+        return f"{known.model} with {listed}" if listed else f"{known.model} as it is"
+
+    if known.sizes == sizes:
+        return None
+    return f"of {words(known.sizes)}, this run of {words(sizes)}"
+
+
 def unit_type(dims: ModelDims, spec: UnitSpec) -> str:
     """Name of all units that cost the same: embed, head, moe.routed, attention.reuse.ratio2,
     attention.swa.ratio0.engram."""
@@ -208,40 +242,6 @@ def transfer_seconds(rows: Sequence[TransferTimes], num_bytes: int) -> FoundTran
     part = (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)
     seconds = low.seconds + part * (high.seconds - low.seconds)
     return FoundTransfer(seconds, False, (low, high))
-
-
-SENT = ("gather", "reduce")
-"""Per-step pieces that data ranks send each other."""
-
-
-def on_data_ranks(row: PerStep, num: int) -> PerStep:
-    """The piece on `num` data ranks: as it is if it was timed on so many, else a model of it.
-
-    On n ranks (n - 1) / n of a rank's bytes are sent, and all else is done on its own shard, 1 / n.
-    Raises ProjectionError for a piece that is sent and was timed on one rank alone.
-    """
-    timed = row.data_ranks
-    if timed is None or timed == num:
-        return row
-    if row.name in SENT:
-        if timed == 1:
-            raise ProjectionError(
-                f"the calibration's {row.name} was timed on one data rank, which sends nothing, "
-                f"and the run has {num}; time it on two or more (ppruntime calibrate --per-step "
-                f"with parallel.dp=2), or give --per-step-s {row.name}=SECONDS"
-            )
-        factor = (1 - 1 / num) / (1 - 1 / timed)
-    else:
-        factor = timed / num
-    p95 = None if row.p95_s is None else row.p95_s * factor
-    return msgspec.structs.replace(
-        row,
-        seconds=row.seconds * factor,
-        p95_s=p95,
-        data_ranks=num,
-        origin=weakest(Origin(row.origin), Origin.MODELLED).value,
-        source=f"{row.source}, x {factor:.3g} for {num} data ranks",
-    )
 
 
 def median_and_p95(values: Sequence[float]) -> tuple[float, float]:
@@ -287,6 +287,8 @@ def _problem(found: Calibration) -> str | None:
                 return f"{place}.num_bytes is {row.num_bytes}; give 1 or more"
             if isinstance(row, PerStep) and row.data_ranks is not None and row.data_ranks < 1:
                 return f"{place}.data_ranks is {row.data_ranks}; give 1 or more"
+            if isinstance(row, PerStep) and row.parameters is not None and row.parameters < 0:
+                return f"{place}.parameters is {row.parameters}; give 0 or more"
             if isinstance(row, StageTimes):
                 num_stages = len(found.layers_per_stage or ())
                 if not 0 <= row.stage < num_stages:
@@ -298,6 +300,11 @@ def _problem(found: Calibration) -> str | None:
                 return (
                     f"{place}.unit is {row.unit!r}, which no model has; write such as "
                     "attention.reuse.ratio2, moe.routed, embed or head"
+                )
+            if isinstance(row, StageTimes) and not all(map(is_mode_name, row.ac_modes or ())):
+                return (
+                    f"{place}.ac_modes are {', '.join(row.ac_modes or ())}, which no run has; "
+                    "write one for each half-layer, such as full"
                 )
             if isinstance(row, UnitTimes | HeldBytes) and not is_mode_name(row.ac_mode):
                 return (

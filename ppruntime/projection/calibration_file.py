@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from ppruntime.config import Config
-from ppruntime.plan import cut
+from ppruntime.plan import StagePlan, cut
 from ppruntime.projection.calibration import (
     LEAST_SAMPLES,
     Calibration,
@@ -24,8 +24,11 @@ from ppruntime.projection.calibration import (
     StageTimes,
     TransferTimes,
     UnitTimes,
+    changed_sizes,
+    of_other_sizes,
     read_calibration,
 )
+from ppruntime.projection.pipeline import modes_of
 from ppruntime.projection.projector import ProjectionError
 from ppruntime.typed_command import typed
 
@@ -60,6 +63,8 @@ def calibration_of(
             "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "model": config.model.name,
+            "sizes": changed_sizes(config),
+            "precision": train.precision,
             "seq_len": train.seq_len,
             "micro_batch_size": train.micro_batch_size,
             "ep": config.parallel.ep,
@@ -69,7 +74,7 @@ def calibration_of(
             "zero_weights": False,
             "profiled": False,
             "layers_per_stage": _cut(config) if stages else None,
-            "stages": checked(stages),
+            "stages": checked(_in_their_modes(config, stages)),
             "units": checked(units),
             "transfers": checked(transfers),
             "per_step": checked(per_step),
@@ -83,13 +88,23 @@ def calibration_of(
 
 
 def _cut(config: Config) -> tuple[float, ...]:
-    plan = cut(
+    return tuple(stage.num_layers for stage in _stages(config))
+
+
+def _stages(config: Config) -> tuple[StagePlan, ...]:
+    return cut(
         config.model.dims,
         range(config.pp.num_stages),
         config.pp.layers_per_stage,
         seq_len=config.train.seq_len,
     )
-    return tuple(stage.num_layers for stage in plan)
+
+
+def _in_their_modes(config: Config, rows: Sequence[StageTimes]) -> list[StageTimes]:
+    plan = _stages(config) if rows else ()
+    return [
+        msgspec.structs.replace(row, ac_modes=modes_of(config, plan[row.stage])) for row in rows
+    ]
 
 
 def refuse_profilers() -> None:
@@ -137,6 +152,11 @@ def merged(path: Path, new: Calibration) -> Calibration:
                 f"{path} is of {name} {getattr(old, name)}, this run of {getattr(new, name)}; "
                 "write to another file"
             )
+    complaint = of_other_sizes(old, new.sizes)
+    if old.precision not in (None, new.precision):
+        complaint = f"of precision {old.precision}, this run of {new.precision}"
+    if complaint is not None:
+        raise ProjectionError(f"{path} is {complaint}; write to another file")
     cuts = {c.layers_per_stage for c in (old, new) if c.layers_per_stage is not None}
     if len(cuts) > 1:
         raise ProjectionError(f"{path} has stages of another cut; write to another file")
@@ -157,7 +177,8 @@ def merged(path: Path, new: Calibration) -> Calibration:
 
 def check_idle(idle: Calibration, in_flight: Calibration) -> None:
     """Raises ProjectionError unless the two are of one run, without transfers and beside some."""
-    for name in ("device", "model", "seq_len", "micro_batch_size", "ep", "routing"):
+    same = ("device", "model", "sizes", "precision", "seq_len", "micro_batch_size", "ep", "routing")
+    for name in same:
         if getattr(idle, name) != getattr(in_flight, name):
             raise ProjectionError(
                 f"the calibration without transfers is of {name} {getattr(idle, name)}, the one "

@@ -18,10 +18,12 @@ from ppruntime.models.dims import counts, unit_specs
 from ppruntime.plan import cut
 from ppruntime.projection.calibrate_kernels import (
     IB_BYTES_PER_S,
+    expert_scale,
     kernel_calibration,
     per_step_rows,
     remote_copies,
     unit_pieces,
+    weight_scale,
 )
 from ppruntime.projection.kernel_records import Kernels
 from ppruntime.projection.pipeline import HopCost, Parts, Piece, StageCost
@@ -56,6 +58,8 @@ class Row:
     simulation: Simulation
     shares: dict[Origin, float]
     """Of all work and per-step time, by origin; interference and waits count as modelled."""
+    stages: tuple[dict[Origin, float], ...]
+    """Of each stage's work, by origin."""
     low_s: float
     high_s: float
     """The step's interval."""
@@ -145,6 +149,7 @@ def project_plan(
         job=job,
         simulation=middle,
         shares=_shares(parts, middle),
+        stages=tuple(map(stage_shares, parts.stages)),
         low_s=low_s,
         high_s=high_s,
     )
@@ -204,7 +209,7 @@ def _parts(config: Config, kernels: Kernels, plan: Plan) -> Parts:
         pieces: list[Piece] = []
         for name, mode in zip(stage.units, stage.modes, strict=True):
             pieces += unit_pieces(config, specs[name], mode, kernels)
-        pieces += _variant_pieces(stage, variants.get(stage.variant), kernels)
+        pieces += _variant_pieces(config, stage, variants.get(stage.variant), kernels)
         stages.append(StageCost(tuple(pieces)))
     boundary = (
         2.0
@@ -226,7 +231,10 @@ def _parts(config: Config, kernels: Kernels, plan: Plan) -> Parts:
     )
 
 
-def _variant_pieces(stage: PlannedStage, variant: Variant | None, kernels: Kernels) -> list[Piece]:
+def _variant_pieces(
+    config: Config, stage: PlannedStage, variant: Variant | None, kernels: Kernels
+) -> list[Piece]:
+    """What a use of the experts changes: as good as their own times, which it is taken from."""
     if variant is None:
         return []
     blocks = sum(name.endswith(".moe") for name in stage.units)
@@ -234,8 +242,10 @@ def _variant_pieces(stage: PlannedStage, variant: Variant | None, kernels: Kerne
     if not any(changes) or not blocks:
         return []
     input_grad_s, weight_grad_s = (blocks * change for change in changes)
+    is_like = expert_scale(config, kernels) == weight_scale(config) == 1
+    origin = Origin.MEASURED if is_like else Origin.MODELLED
     source = kernels.experts.source
-    return [Piece(variant.name, 0.0, input_grad_s, weight_grad_s, Origin.MEASURED, source)]
+    return [Piece(variant.name, 0.0, input_grad_s, weight_grad_s, origin, source)]
 
 
 def _around(config: Config, kernels: Kernels, plan: Plan, transport: str) -> Surroundings:
@@ -251,15 +261,27 @@ def _around(config: Config, kernels: Kernels, plan: Plan, transport: str) -> Sur
     )
 
 
+def stage_shares(stage: StageCost) -> dict[Origin, float]:
+    """Of a stage's work, piece by piece: by origin; they add up to 1."""
+    seconds = _work_s(stage)
+    total = sum(seconds.values()) or 1.0
+    return {origin: time / total for origin, time in seconds.items()}
+
+
+def _work_s(stage: StageCost) -> dict[Origin, float]:
+    """Of one micro-batch. What fusing saves has a piece below 0, taken from its origin's."""
+    seconds = dict.fromkeys(Origin, 0.0)
+    for piece in stage.pieces:
+        seconds[piece.origin] += piece.forward_s + piece.input_grad_s + piece.weight_grad_s
+    return seconds
+
+
 def _shares(parts: Parts, simulation: Simulation) -> dict[Origin, float]:
     """On the busiest rank: its work by origin; all beside it counts as modelled."""
     step = simulation.step
-    busiest = step.busiest
     count = parts.schedule.num_micro_batches
-    seconds = dict.fromkeys(Origin, 0.0)
-    for piece in parts.stages[busiest].pieces:
-        work = piece.forward_s + piece.input_grad_s + piece.weight_grad_s
-        seconds[piece.origin] += count * abs(work)
+    work = _work_s(parts.stages[step.busiest])
+    seconds = {origin: count * time for origin, time in work.items()}
     for row in parts.per_step:
         seconds[Origin(row.origin)] += row.seconds
     seconds[Origin.MODELLED] += max(0.0, step.seconds - sum(seconds.values()))

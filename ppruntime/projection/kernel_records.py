@@ -9,9 +9,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ppruntime.models.dims import preset
+from ppruntime.projection.calibration import read_calibration
 from ppruntime.projection.projector import ProjectionError
 from ppruntime.schedules.machine import Interference
 
+RECORDED = "v41-flash"
+"""Preset whose kernels, halves and parts the benches time."""
+HEAD_SIZES = ("hidden_size", "vocab_size", "num_streams")
 _LARGE = 335_544_320
 
 
@@ -61,6 +66,9 @@ class Kernels:
     None before the bench ran."""
     parts: Mapping[str, PartTimes]
     """Our kernels for mhc, head and engram gate, by the bench's names; not every record has all."""
+    head: PartTimes | None
+    """The whole head as a unit by itself; None where no calibration of a model with that head is
+    there."""
     bf16_flops: float
     memory_bytes_per_s: float
     """Read and written, in a copy."""
@@ -73,8 +81,8 @@ class Kernels:
 
 def read_kernels(folder: Path) -> Kernels:
     """From moe-experts, layers-attention, layers-halves, layer-parts and transports .json, and from
-    layers-moe.json if that is there. Raises ProjectionError if one of the others is not, or lacks a
-    row."""
+    layers-moe.json and calibration.json if they are there. Raises ProjectionError if one of the
+    others is not, or lacks a row."""
     try:
         names = ("moe-experts", "layers-attention", "layers-halves", "layer-parts", "transports")
         records = [json.loads((folder / f"{name}.json").read_text()) for name in names]
@@ -91,6 +99,7 @@ def read_kernels(folder: Path) -> Kernels:
             halves=_halves(halves, "attention half"),
             moe_half=moe_half,
             parts=_parts(parts),
+            head=_head(folder / "calibration.json", moe["device"]),
             bf16_flops=min(
                 1e12 * _median(moved, "bf16 matmul alone", "no transfer", 0),
                 1e12 * layers["matmul_teraflops"],
@@ -182,6 +191,28 @@ def _halves(record: Mapping[str, Any], name: str) -> dict[str, PartTimes]:
         if kind not in best or _together(part) < _together(best[kind]):
             best[kind] = part
     return best
+
+
+def _head(path: Path, device: str) -> PartTimes | None:
+    """From a calibration on the same device, of any model whose head has the sizes of v41-flash's,
+    with the whole vocabulary and nothing in flight."""
+    if not path.exists():
+        return None
+    known = read_calibration(path)
+    here, there = (preset(name) for name in (RECORDED, known.model))
+    same = all(getattr(here, size) == getattr(there, size) for size in HEAD_SIZES)
+    if known.device != device or known.transport != "idle" or known.sizes or not same:
+        return None
+    for row in known.units:
+        if row.unit == "head" and row.ac_mode == "none" and row.origin == "measured":
+            return PartTimes(
+                row.forward_s,
+                row.input_grad_s,
+                row.weight_grad_s,
+                known.micro_batch_size * known.seq_len,
+                f"{path.name}, {row.source}, {row.samples} samples",
+            )
+    return None
 
 
 def _together(part: PartTimes) -> float:

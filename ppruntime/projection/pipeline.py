@@ -21,6 +21,8 @@ from ppruntime.projection.calibration import (
     Calibration,
     PerStep,
     TransferTimes,
+    changed_sizes,
+    of_other_sizes,
     transfer_seconds,
     unit_type,
 )
@@ -211,6 +213,12 @@ def stage_costs(
     for stage in plan:
         if stage.index in whole:
             row = whole[stage.index]
+            if row.ac_modes not in (None, modes := modes_of(config, stage)):
+                raise ProjectionError(
+                    f"the calibration timed stage {stage.index} with ac modes "
+                    f"{_listed(row.ac_modes or ())} of its half-layers, the run has "
+                    f"{_listed(modes)}; set ac.mode and ac.layer_modes alike or calibrate the run"
+                )
             times = (row.forward_s, row.input_grad_s, row.weight_grad_s)
             origin = Origin(row.origin)
             if row.whole_backwards and parts_backwards:
@@ -300,6 +308,15 @@ def check_fits(config: Config, plan: Sequence[StagePlan] | None, calibration: Ca
                 f"the calibration is for {name} {timed}, the run has {run}; set {key}={timed} or "
                 "calibrate the run"
             )
+    complaint = of_other_sizes(calibration, changed_sizes(config))
+    if complaint is not None:
+        raise ProjectionError(f"the calibration is {complaint}; use its sizes or calibrate the run")
+    if calibration.precision not in (None, config.train.precision):
+        raise ProjectionError(
+            f"the calibration is for precision {calibration.precision}, the run has "
+            f"{config.train.precision}; set train.precision={calibration.precision} or calibrate "
+            "the run"
+        )
     if plan is None or not calibration.stages:
         return
     if calibration.layers_per_stage != tuple(s.num_layers for s in plan):
@@ -319,6 +336,16 @@ def _known(config: Config, spec: UnitSpec, calibration: Calibration | None) -> P
             times = (row.forward_s, row.input_grad_s, row.weight_grad_s)
             return Piece(spec.name, *times, Origin(row.origin), row.source)
     return None
+
+
+def modes_of(config: Config, stage: StagePlan) -> tuple[str, ...]:
+    """Of the stage's half-layers, as rows of units have them."""
+    return tuple(mode_name(config, spec) for spec in stage.units if spec.layer is not None)
+
+
+def _listed(modes: Sequence[str]) -> str:
+    """One name where all are alike."""
+    return ", ".join(modes if len(set(modes)) > 1 else modes[:1]) or "none, as it has no half-layer"
 
 
 def _mode(config: Config, spec: UnitSpec) -> str:

@@ -22,12 +22,13 @@ from ppruntime.memory import (
     workspace_bytes,
 )
 from ppruntime.models.dims import UnitKind, UnitSpec, boundary_bytes, unit_specs
-from ppruntime.plan import StagePlan
+from ppruntime.plan import StagePlan, cut
 from ppruntime.plan_report import boundary_of
+from ppruntime.projection.calibrate_kernels import expert_scale, weight_scale
 from ppruntime.projection.calibration import (
     Calibration,
+    PerStep,
     UnitTimes,
-    on_data_ranks,
     transfer_seconds,
     unit_type,
 )
@@ -35,6 +36,7 @@ from ppruntime.projection.kernel_records import Kernels
 from ppruntime.projection.pipeline import check_fits
 from ppruntime.projection.planner_task import Choice, ExpertUse, PlannedUnit, Task, Variant
 from ppruntime.projection.projector import Origin, ProjectionError, weakest
+from ppruntime.projection.step_pieces import on_run
 from ppruntime.recompute import in_mode, is_mode_name, mode_name
 from ppruntime.reduction_bytes import reduction_peak
 
@@ -68,11 +70,19 @@ def task_of(
         variants=variants,
         host_bytes_per_s=host_bytes_per_s,
         every_rank_bytes=float(arena_bytes(config)),
-        per_step_s=sum(
-            on_data_ranks(piece, config.parallel.num_data_ranks).seconds
-            for piece in calibration.per_step
-        ),
+        per_step_s=sum(piece.seconds for piece in per_step_of(config, calibration)),
     )
+
+
+def per_step_of(config: Config, calibration: Calibration) -> tuple[PerStep, ...]:
+    """The calibration's pieces on the run's ranks, at the run's cut: a plan's is not known yet."""
+    plan = cut(
+        config.model.dims,
+        range(config.pp.size),
+        config.pp.layers_per_stage if config.pp.num_stages == config.pp.size else None,
+        seq_len=config.train.seq_len,
+    )
+    return tuple(on_run(piece, config, plan) for piece in calibration.per_step)
 
 
 def expert_variants(config: Config, kernels: Kernels | None = None) -> tuple[Variant, ...]:
@@ -112,10 +122,8 @@ def _variant(config: Config, use: ExpertUse, kernels: Kernels | None = None) -> 
         name += f", fused wgrad n {num_fused}"
     turn_s = gain_s = 0.0
     if kernels is not None:
-        tokens = config.train.micro_batch_size * config.train.seq_len
-        scale = tokens * config.model.dims.experts_per_token / kernels.experts.rows
-        turn_s = use.fp8_transposed_on_demand * kernels.experts.turn_s
-        gain_s = kernels.experts.fused_gain_s.get(num_fused, 0.0) * scale
+        turn_s = use.fp8_transposed_on_demand * kernels.experts.turn_s * weight_scale(config)
+        gain_s = kernels.experts.fused_gain_s.get(num_fused, 0.0) * expert_scale(config, kernels)
     block = next(s for s in unit_specs(config.model.dims) if s.kind is UnitKind.MOE)
     used = _with_experts(config, replace(config.moe.compute, backend="triton", **asdict(use)))
     static = _state(used, block) - _state(_with_experts(config, ExpertCompute()), block)

@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 from ppruntime.config.keys import Config
 from ppruntime.ledger import RankLedger
-from ppruntime.models.dims import unit_parameters
-from ppruntime.models.parameters import Part
 from ppruntime.plan import StagePlan
-from ppruntime.projection.calibration import SENT
 from ppruntime.projection.pipeline import SPREAD, Parts, shifted
 from ppruntime.projection.projector import Job, Origin, Pace, ProjectionError, weakest
 from ppruntime.projection.step_memory import memory_over_time
+from ppruntime.projection.step_pieces import SENT, sent_parameters
 from ppruntime.schedules.costs import Costs, StageBytes
 from ppruntime.schedules.machine import HostCopies, Interference, Link, Machine, Noise, StepEnd
 from ppruntime.schedules.ops import Kind, Schedule
@@ -249,24 +246,11 @@ def collective_seconds(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds per rank of (reducing fp32 gradients, gathering compute weights) over the data ranks.
 
-    A ring or tree moves (n - 1) / n of a rank's bytes in and out; experts go over dp, all else over
-    dp x ep. Raises ProjectionError for a rate that is none.
+    Raises ProjectionError for a rate that is none.
     """
     if not 0 < bytes_per_second < float("inf"):
         raise ProjectionError(f"data ranks reduce at {bytes_per_second:g} B/s; give a number > 0")
-    dp, ep = config.parallel.dp, config.parallel.ep
     item = 4 if config.train.precision == "fp32" else 2
-    reduce, gather = [0.0] * num_ranks, [0.0] * num_ranks
-    for stage in plan:
-        for spec in stage.units:
-            for parameter in unit_parameters(config.model.dims, spec):
-                count = prod(parameter.shape)
-                ranks = dp if parameter.part is Part.EXPERTS else dp * ep
-                if parameter.part is Part.EXPERTS:
-                    count //= ep
-                if parameter.frozen or parameter.part is Part.ENGRAM_TABLE:
-                    continue  # split by rows over all data ranks, never reduced nor gathered
-                moved = count * (ranks - 1) / ranks / bytes_per_second
-                reduce[stage.rank] += 4 * moved
-                gather[stage.rank] += item * moved
-    return tuple(reduce), tuple(gather)
+    sent = sent_parameters(config, plan, num_ranks)
+    reduce = tuple(4 * count / bytes_per_second for count in sent)
+    return reduce, tuple(item * count / bytes_per_second for count in sent)

@@ -70,11 +70,24 @@ def test_a_file_names_every_command_that_gave_rows(tmp_path):
     assert merged(path, msgspec.structs.replace(new, command="two")).command == "one; two"
 
 
+def test_a_file_takes_no_rows_of_other_sizes_or_another_precision(tmp_path):
+    path = tmp_path / "c.json"
+    write_calibration(calibrated("idle", [unit_times("head", 1.0)]), path)
+    for override, complaint in (
+        ("model.num_experts=16", "is of tiny as it is, this run of tiny with model.num_experts"),
+        ("train.precision=bf16", "is of precision fp32, this run of bf16; write to another file"),
+    ):
+        config = load([TINY], ["train.seq_len=8", override])
+        with pytest.raises(ProjectionError, match=complaint):
+            merged(path, calibration_of(config, few_samples=False, transport="idle"))
+
+
 @pytest.mark.parametrize(
     ("idle", "beside", "complaint"),
     [
         ({"device": "H200"}, {}, "is of device H200, the one beside them of"),
         ({}, {"seq_len": 9}, "is of seq_len 8, the one beside them of 9"),
+        ({}, {"sizes": {"num_experts": "8"}}, "is of sizes {}, the one beside them of"),
         ({"transport": "nccl"}, {}, "timed with nccl and with put in flight"),
         ({}, {"units": ()}, "no unit and ac.mode in common"),
     ],

@@ -233,6 +233,8 @@ def test_pieces_of_a_step_are_timed_on_the_ranks_of_the_run(tmp_path, monkeypatc
     rows = {row.name: row for row in read_calibration(out).per_step}
     assert rows.keys() == {"gather", "quantise", "reduce", "clip", "optimizer"}
     assert {name for name, row in rows.items() if row.data_ranks is None} == {"quantise"}
+    assert rows["reduce"].parameters == 0, "one data rank sends nothing"
+    assert rows["optimizer"].parameters >= rows["quantise"].parameters > 0
     assert all(row.seconds > 0 and row.p95_s >= row.seconds for row in rows.values())
     assert {row.origin for row in rows.values()} == {"assumed"}, "two samples are no measurement"
     assert "2 samples only" in rows["reduce"].source
@@ -266,7 +268,7 @@ def test_two_data_ranks_time_what_they_send_each_other(tmp_path):
     rows = {row.name: row for row in read_calibration(out).per_step}
     assert rows.keys() == {"gather", "reduce", "clip", "optimizer"}
     assert {row.data_ranks for row in rows.values()} == {2}
-    assert "slowest of 2 ranks, dp 2 x ep 1" in rows["reduce"].source
+    assert "slowest of 2 ranks, pp 1 x dp 2 x ep 1" in rows["reduce"].source
 
 
 def test_a_second_job_computes_the_bits_of_the_whole_pipeline_on_what_the_first_one_sent(tmp_path):

@@ -24,10 +24,12 @@ from ppruntime.projection.headline import (
     exchanges,
     job_of,
     project_plan,
+    stage_shares,
 )
 from ppruntime.projection.kernel_records import read_kernels
+from ppruntime.projection.pipeline import Piece, StageCost
 from ppruntime.projection.planner import uniform_plan
-from ppruntime.projection.planner_inputs import task_of
+from ppruntime.projection.planner_inputs import expert_variants, task_of
 from ppruntime.projection.projector import Origin, ProjectionError
 
 ROOT = Path(__file__).parents[2]
@@ -84,9 +86,46 @@ def test_a_half_that_was_measured_at_another_ratio_is_modelled_and_says_so():
         "engram projection": Origin.MODELLED,
         "engram gate": Origin.MEASURED,
     }
-    (head,) = unit_pieces(config, specs["head"], "none", KERNELS)
+    by_parts = replace(KERNELS, head=None)
+    (head,) = unit_pieces(config, specs["head"], "none", by_parts)
     assert head.origin is Origin.MODELLED
     assert head.source == "layer-parts.json, head, x 0.5 by tokens"
+
+
+def test_a_head_that_was_timed_whole_at_these_tokens_is_measured(tmp_path):
+    """Its row is the calibration's, of a model of fewer layers whose head is the same; with final
+    norm and loss it takes a little longer than the record of its products at half their tokens."""
+    config = run()
+    head = unit_specs(config.model.dims)[-1]
+    (whole,) = unit_pieces(config, head, "none", KERNELS)
+    (part,) = unit_pieces(config, head, "none", replace(KERNELS, head=None))
+    assert whole.origin is Origin.MEASURED
+    assert whole.source == "calibration.json, head alone, bf16, no transfer in flight, 100 samples"
+    times = [sum((p.forward_s, p.input_grad_s, p.weight_grad_s)) for p in (whole, part)]
+    assert 1 < times[0] / times[1] < 1.05
+    (longer,) = unit_pieces(run("train.seq_len=16384"), head, "none", KERNELS)
+    assert (longer.origin, longer.source) == (Origin.MEASURED, "layer-parts.json, head")
+    for record in BENCH.glob("*.json"):
+        (tmp_path / record.name).write_bytes(record.read_bytes())
+    path = tmp_path / "calibration.json"
+    known = json.loads(path.read_text())
+    for change in ({"device": "B200"}, {"sizes": {"vocab_size": "8"}}, {"model": "tiny"}):
+        path.write_text(json.dumps(known | change))
+        assert read_kernels(tmp_path).head is None
+
+
+def test_what_fusing_saves_is_no_work_that_was_measured():
+    """A stage of 10 s measured and 10 s modelled, of which fusing saves 2 s measured."""
+    stage = StageCost(
+        (
+            Piece("experts", 2.0, 4.0, 4.0, Origin.MEASURED, ""),
+            Piece("head", 10.0, 0.0, 0.0, Origin.MODELLED, ""),
+            Piece("fused", 0.0, 0.0, -2.0, Origin.MEASURED, ""),
+        )
+    )
+    found = stage_shares(stage)
+    assert found[Origin.MEASURED] == pytest.approx(8 / 18)
+    assert found[Origin.MODELLED] == pytest.approx(10 / 18)
 
 
 def _moe():
@@ -102,6 +141,30 @@ def test_another_length_is_no_measurement():
     origins = {p.name: p.origin for p in found}
     assert origins["attention"] is origins["attention, again"] is Origin.MODELLED
     assert origins["indexer"] is Origin.ASSUMED
+
+
+@pytest.mark.parametrize("words", ["v4-flash.toml", "v41-flash-pp16.toml parallel.ep=16"])
+def test_another_model_or_more_expert_ranks_is_no_measurement(words):
+    """V4-Flash is 4,096 wide with experts of 2,048, where the records are of 5,120 and 2,304; on
+    16 expert ranks each has 24 experts, not 48. Its window-only attention is no other's either."""
+    name, *overrides = words.split()
+    config = load([FULL.with_name(name)], overrides)
+    dims = config.model.dims
+    is_v4 = name.startswith("v4-")
+    for spec in unit_specs(dims):
+        for p in unit_pieces(config, spec, "none", KERNELS):
+            if is_v4 or p.name == "experts":
+                assert p.origin is not Origin.MEASURED or p.name == "attention", (spec.name, p)
+    specs = {spec.name: spec for spec in unit_specs(dims)}
+    experts = unit_pieces(config, specs["layers.5.moe"], "none", KERNELS)[0]
+    size = dims.hidden_size * dims.expert_width / (5120 * 2304)
+    assert experts.forward_s == pytest.approx(size * KERNELS.experts.forward_s)
+    variants = {v.name: v for v in expert_variants(config, KERNELS)}
+    turned = variants["bf16 kept, FP8 turned on demand"].input_grad_s
+    held = dims.num_experts / config.parallel.ep / 48
+    assert turned == pytest.approx(size * held * KERNELS.experts.turn_s)
+    fused = variants["bf16 kept, fused wgrad n 2"].weight_grad_s
+    assert fused == pytest.approx(-size * KERNELS.experts.fused_gain_s[2])
 
 
 def test_a_row_has_batch_gpus_shares_and_an_interval_that_holds_it():
@@ -125,6 +188,25 @@ def test_a_row_has_batch_gpus_shares_and_an_interval_that_holds_it():
         assert 0.4 < row.shares[Origin.MEASURED] < 0.9
         assert row.low_s < row.simulation.pace.step_s < row.high_s
     assert rows[0].simulation.pace.mfu < rows[1].simulation.pace.mfu  # nccl slows compute down
+
+
+def test_what_fusing_saves_of_modelled_experts_is_modelled():
+    """At twice the bench's rows experts are a model, and so is what is saved of them."""
+    config = run("train.seq_len=16384", "pp.size=4", "pp.layers_per_stage=[10, 10, 10, 10]")
+    task = task_of(
+        config,
+        kernel_calibration(config, KERNELS, "put"),
+        memory_bytes=float("inf"),
+        reserved_bytes=RESERVED_BYTES,
+        host_bytes_per_s=0.0,
+        link=None,
+        variants=expert_variants(config, KERNELS),
+    )
+    plan, why = uniform_plan(task)
+    assert plan is not None, why
+    assert "fused wgrad" in plan.stages[0].variant
+    row = project_plan(config, KERNELS, plan, "put", "uniform")
+    assert all(0 <= share <= 1 for stage in row.stages for share in stage.values())
 
 
 def test_tokens_reach_as_many_places_as_drawing_experts_evenly_gives():

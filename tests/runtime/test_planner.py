@@ -170,7 +170,7 @@ def test_a_search_from_a_calibration_says_what_share_of_it_was_measured(tmp_path
             (timed if kind == "moe.routed" else row) | times | {"unit": kind, "ac_mode": "full"}
             for kind in kinds
         ],
-        "transfers": [row | {"link": "ib", "num_bytes": 1, "seconds": 0.001}],
+        "transfers": [row | {"link": "ib", "num_bytes": 10**9, "seconds": 0.001}],
     }
     path = tmp_path / "c.json"
     path.write_text(json.dumps(known))
@@ -178,9 +178,17 @@ def test_a_search_from_a_calibration_says_what_share_of_it_was_measured(tmp_path
     assert main([*arguments, "--memory-gb", "500", "--calibration", str(path)]) == 0
     # 40 of 82 units of equal length.
     assert (
-        f"{path}, of 2026-01-01 on H200; whole units count as their weakest part: 49 % measured, "
-        "0 % modelled, 51 % assumed\n"
+        f"{path}, of 2026-01-01 on H200; of the best plan's step, where whole units count as their "
+        "weakest part: 49 % measured, 0 % modelled, 51 % assumed\n"
     ) in capsys.readouterr().out
+    # What comes once a step is in it, and has an origin of its own.
+    path.write_text(json.dumps(known | {"per_step": [row | {"name": "rest", "seconds": 3.0}]}))
+    assert main([*arguments, "--memory-gb", "500", "--calibration", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    once = 3.0 / found["plans"][0]["step_s"]
+    assert 0.1 < once < 0.9
+    assert found["shares"]["measured"] == pytest.approx((1 - once) * 40 / 82)
+    assert sum(found["shares"].values()) == pytest.approx(1)
 
 
 def test_a_search_counts_what_the_transport_does_to_compute_or_says_that_it_does_not(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppruntime.config import load
+from ppruntime.launch.cli import main
 from ppruntime.models.dims import counts, preset, unit_specs
 from ppruntime.plan import cut
 from ppruntime.plan_report import flop_costs
@@ -20,7 +22,6 @@ from ppruntime.projection.calibration import (
     StageTimes,
     TransferTimes,
     UnitTimes,
-    on_data_ranks,
     read_calibration,
     transfer_seconds,
     unit_type,
@@ -36,6 +37,8 @@ from ppruntime.projection.pipeline import (
     stage_costs,
 )
 from ppruntime.projection.projector import Job, Origin, ProjectionError
+from ppruntime.projection.simulate import collective_seconds
+from ppruntime.projection.step_pieces import on_run, piece_parameters
 from ppruntime.schedules import NAMES, make
 from ppruntime.schedules.ops import Kind
 
@@ -366,6 +369,11 @@ def test_an_efficiency_that_fills_in_nothing_is_refused():
         ({"ep": 1}, "the calibration is for ep 1, the run has 8; set parallel.ep=1 or"),
         ({"model": "tiny"}, "the calibration is for model tiny, the run has v41-flash; set"),
         (
+            {"sizes": {"num_experts": "48"}},
+            "the calibration is of v41-flash with model.num_experts = 48, this run of v41-flash as",
+        ),
+        ({"precision": "fp32"}, "the calibration is for precision fp32, the run has bf16; set"),
+        (
             {"stages": [op_times(stage=0)], "layers_per_stage": [2.0, 38.0]},
             "the calibration timed stages of 2, 38 layers; set pp.layers_per_stage=[2, 38] or",
         ),
@@ -413,6 +421,14 @@ def test_times_of_something_else_are_refused(changes, text):
         (
             {"units": [op_times(unit="head", ac_mode="selective:attention+experts")]},
             "units[0].ac_mode is 'selective:attention+experts', which no run has; write such as",
+        ),
+        (
+            {"per_step": [row(name="reduce", seconds=0.1, parameters=-1)]},
+            "per_step[0].parameters is -1; give 0 or more",
+        ),
+        (
+            {"stages": [op_times(stage=0, ac_modes=["half"])], "layers_per_stage": [0.5]},
+            "stages[0].ac_modes are half, which no run has; write one for each half-layer",
         ),
         (
             {"per_step": [row(name="reduce", seconds=0.1, data_ranks=0)]},
@@ -471,20 +487,128 @@ def test_a_file_is_read_back_as_it_was_written(tmp_path):
 # Pieces of a step
 
 
-def test_pieces_timed_on_other_data_ranks_are_models_of_the_runs():
-    def piece(name: str, data_ranks: int | None) -> PerStep:
-        return PerStep(**row(name=name, seconds=1.0, p95_s=2.0, data_ranks=data_ranks))
+def piece(name: str, **more) -> PerStep:
+    return PerStep(**row(name=name, seconds=1.0, p95_s=2.0) | more)
 
-    reduce = on_data_ranks(piece("reduce", 2), 12)
+
+def a_run(*overrides: str, model: str = "v41-proxy-8"):
+    """A run and its cut."""
+    config = load([FULL.with_name(f"{model}.toml")], overrides)
+    stages, layers = range(config.pp.size), config.pp.layers_per_stage
+    return config, cut(config.model.dims, stages, layers, seq_len=config.train.seq_len)
+
+
+def test_pieces_timed_on_other_data_ranks_are_models_of_the_runs():
+    of_twelve = a_run("parallel.dp=12")
+    reduce = on_run(piece("reduce", data_ranks=2), *of_twelve)
     assert reduce.seconds == pytest.approx((11 / 12) / (1 / 2))
     assert reduce.p95_s == pytest.approx(2 * reduce.seconds)
-    assert (reduce.origin, reduce.data_ranks) == ("modelled", 12)
-    assert reduce.source == "run 1, x 1.83 for 12 data ranks"
-    assert on_data_ranks(piece("optimizer", 2), 12).seconds == pytest.approx(2 / 12)
-    for same in (piece("reduce", 12), piece("quantise", None)):
-        assert on_data_ranks(same, 12) is same
-    with pytest.raises(ProjectionError, match="which sends nothing, and the run has 12; time it"):
-        on_data_ranks(piece("gather", 1), 12)
+    assert reduce.data_ranks == 12
+    assert on_run(piece("optimizer", data_ranks=2), *of_twelve).seconds == pytest.approx(2 / 12)
+    for same in (piece("reduce", data_ranks=12), piece("quantise", data_ranks=None)):
+        assert on_run(same, *of_twelve) is same
+    with pytest.raises(ProjectionError, match="timed on 1 data rank, where some parameters are"):
+        on_run(piece("gather", data_ranks=1), *of_twelve)
+
+
+def test_a_run_of_other_sizes_than_its_preset_is_another_model():
+    """Its name is the same, its times are not."""
+    config, plan = a_run("model.num_experts=64", "model.hidden_size=64")
+    known = calibrated(model="v41-proxy-8", ep=1)
+    with pytest.raises(ProjectionError) as caught:
+        stage_costs(config, plan, calibration=known, efficiency=0.4, gpu_flops=989e12)
+    assert "is of v41-proxy-8 as it is, this run of v41-proxy-8 with model.hid" in str(caught.value)
+    known = msgspec.structs.replace(known, sizes={"num_experts": "64", "hidden_size": "64"})
+    stage_costs(config, plan, calibration=known, efficiency=0.4, gpu_flops=989e12)
+
+
+def test_stages_that_were_timed_in_other_modes_are_refused():
+    """Recomputation is in a stage's time, as it is in a unit's."""
+    config, plan = full_plan("ac.mode=none", 'ac.layer_modes={"0" = "full"}')
+    first = ["full", "full", "none", "none", "none"]
+    rest = [["none"] * 5] * 15
+
+    def costs(modes: list[list[str]]):
+        rows = [op_times(stage=s, ac_modes=each) for s, each in enumerate(modes)]
+        known = calibrated(stages=rows, layers_per_stage=[2.5] * 16)
+        return stage_costs(config, plan, calibration=known, efficiency=None, gpu_flops=989e12)
+
+    assert {cost.origin for cost in costs([first, *rest])} == {Origin.MEASURED}
+    with pytest.raises(ProjectionError) as caught:
+        costs([["full"] * 5, *rest])
+    assert str(caught.value).startswith(
+        "the calibration timed stage 0 with ac modes full of its half-layers, the run has full, "
+        "full, none, none, none; set ac.mode"
+    )
+
+
+def test_an_update_by_another_rule_is_refused():
+    adamw = piece("optimizer", data_ranks=2, optimizer="adamw")
+    assert on_run(adamw, *a_run("parallel.dp=2")) is adamw
+    with pytest.raises(ProjectionError, match=r"adamw's, the run has optim\.type muon"):
+        on_run(adamw, *a_run("parallel.dp=2", "optim.type=muon"))
+
+
+def test_what_is_sent_among_more_data_ranks_than_it_was_timed_on_is_assumed():
+    """Two ranks share a node, ninety-six do not: a rate over NVLink is none over InfiniBand."""
+    more, fewer = a_run("parallel.dp=96"), a_run("parallel.dp=2")
+    for name in ("gather", "reduce"):
+        found = on_run(piece(name, data_ranks=4), *more)
+        assert found.origin == "assumed"
+        assert found.source.endswith("on 96 data ranks, at the rate between 4")
+        assert on_run(piece(name, data_ranks=4), *fewer).origin == "modelled"
+    assert on_run(piece("optimizer", data_ranks=4), *more).origin == "modelled"
+
+
+def test_experts_are_sent_over_dp_alone():
+    """Of eight ranks that share experts each has its own: what dp = 1 sends are dense parts, what
+    dp = 2 sends is half of the experts, not 15 / 16."""
+    overrides = ("parallel.ep=8", "parallel.dp=12")
+    config, plan = a_run(*overrides, model="v41-flash-pp16")
+    row = piece("reduce", data_ranks=16)
+    here = max(collective_seconds(config, plan, 16, 1.0)[0])
+    there, _ = a_run("parallel.ep=8", "parallel.dp=2", model="v41-flash-pp16")
+    timed = max(collective_seconds(there, plan, 16, 1.0)[0])
+    assert on_run(row, config, plan).seconds == pytest.approx(here / timed)
+    assert here / timed > 1.6 > (95 / 96) / (15 / 16)
+    with pytest.raises(ProjectionError, match="timed on 8 data ranks, where some parameters are"):
+        on_run(piece("reduce", data_ranks=8), config, plan)
+    with pytest.raises(ProjectionError, match="12 data ranks, which are no whole groups of"):
+        on_run(piece("reduce", data_ranks=12), config, plan)
+
+
+def test_pieces_timed_on_another_pipeline_are_models_by_the_busiest_ranks_parameters():
+    one, whole = a_run("pp.size=1", "parallel.dp=2")
+    four, quarter = a_run("pp.size=4", "parallel.dp=2")
+    for name in ("gather", "reduce", "quantise", "optimizer", "clip"):
+        there = piece_parameters(one, whole, name)
+        row = piece(name, data_ranks=None if name == "quantise" else 2, parameters=round(there))
+        assert on_run(row, one, whole) is row
+        found = on_run(row, four, quarter)
+        assert found.origin == "modelled"
+        assert found.seconds == pytest.approx(piece_parameters(four, quarter, name) / there)
+        assert 0.2 < found.seconds < 0.5
+
+
+def test_the_record_of_two_data_ranks_is_no_measurement_of_another_layout(capsys):
+    """One pipeline rank with eight layers on two data ranks: four pipeline ranks have less each,
+    ninety-six data ranks send as fast by assumption."""
+    record = FULL.parents[2] / "docs" / "bench" / "calibration.json"
+    proxy = str(FULL.with_name("v41-proxy-8.toml"))
+
+    def numbers(*overrides: str) -> dict[str, dict[str, object]]:
+        words = ["project", proxy, *overrides, "--calibration", str(record), "--json"]
+        assert main(words) == 0
+        found = json.loads(capsys.readouterr().out)["numbers"]
+        return {n.split(".")[1]: v for n, v in found.items() if n.startswith("per_step.")}
+
+    here = numbers("pp.size=1", "parallel.dp=2")
+    assert {number["origin"] for number in here.values()} == {"measured"}
+    there = numbers("pp.size=4", "parallel.dp=96")
+    assert {number["origin"] for number in there.values()} == {"modelled", "assumed"}
+    assert {n for n, v in there.items() if v["origin"] == "assumed"} == {"gather_s", "reduce_s"}
+    assert there["quantise_s"]["value"] < here["quantise_s"]["value"] / 2
+    assert there["optimizer_s"]["value"] < here["optimizer_s"]["value"] / 96
 
 
 # Hops
