@@ -121,7 +121,7 @@ _CASES: Mapping[str, tuple[tuple[int, int, int, int, int, tuple[str, ...]], ...]
             ),
         ),
         (16384, 12, 4, 5, 1, ("off", "masters and one in two")),
-        (24576, 8, 3, 4, 1, ("off", "masters")),
+        (24576, 10, 3, 4, 1, ("off", "masters")),
     ),
     "pp": (
         (
@@ -139,8 +139,8 @@ _CASES: Mapping[str, tuple[tuple[int, int, int, int, int, tuple[str, ...]], ...]
             *(8192, 8, 5, 6, 2),
             ("off", "masters", "masters and one in two", "SignSGD in the backward"),
         ),
-        (16384, 8, 4, 5, 1, ("off", "offload, paced")),
-        (24576, 6, 3, 4, 1, ("off", "SignSGD in the backward")),
+        (16384, 10, 4, 5, 1, ("off", "offload, paced")),
+        (24576, 8, 3, 4, 1, ("off", "SignSGD in the backward")),
     ),
 }
 
