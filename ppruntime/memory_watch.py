@@ -116,13 +116,16 @@ class DeviceCounter:
         return None
 
 
+_SMALL_SHARE = 1 / 256
+
+
 class TensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every piece of memory that torch's operations make on this thread while it is on, from then
     until it dies, and those of `standing`. `other_bytes` are there throughout; what `is_elsewhere`
     stands for another memory, such as a host's beside a device, and does not count.
 
     What changes its size in place (FSDP's gathered weights, masters that leave) counts with its new
-    size from the next new peak on, or from the end of the span.
+    size from the next new peak on if it is of `standing` or large, else from the end of the span.
     """
 
     def __init__(
@@ -135,18 +138,23 @@ class TensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._followed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
+        self._large = set[int]()
+        """What was made and is more than a small share of the peak: so few that all can be looked
+        at wherever there may be a new one."""
         self._is_elsewhere = is_elsewhere
         self._live = self._peak = other_bytes
         for tensor in standing:
             if (storage := _memory_of(tensor)) is not None:
                 self._follow(storage)
+        self._standing = tuple(self._followed)
+        self._large.clear()
 
     def begin(self) -> None:
-        self._measure_again()
+        self._measure_again(tuple(self._followed))
         self._peak = self._live
 
     def read(self) -> tuple[int, int, int | None]:
-        self._measure_again()
+        self._measure_again(tuple(self._followed))
         return self._live, self._peak, None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -161,7 +169,7 @@ class TensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if id(storage) not in given:
                 self._follow(storage)
         if self._live > self._peak:  # unless something has become smaller meanwhile
-            self._measure_again()
+            self._measure_again((*self._standing, *self._large))
         return result
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
@@ -172,14 +180,18 @@ class TensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._followed[key] = weakref.ref(storage, partial(self._gone, key))
         self._sizes[key] = storage.nbytes()
         self._live += self._sizes[key]
+        if self._sizes[key] > self._peak * _SMALL_SHARE:
+            self._large.add(key)
 
     def _gone(self, key: int, _: object) -> None:
         self._followed.pop(key)
+        self._large.discard(key)
         self._live -= self._sizes.pop(key)
 
-    def _measure_again(self) -> None:
-        for key, reference in list(self._followed.items()):
-            storage = reference()
+    def _measure_again(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            reference = self._followed.get(key)
+            storage = None if reference is None else reference()
             if storage is not None:
                 self._live += storage.nbytes() - self._sizes[key]
                 self._sizes[key] = storage.nbytes()
