@@ -81,6 +81,8 @@ NOT_RUN = """## Not run, and what is known to be wrong with a record
 - Calibrations: `--depths 4,8` at 8,192 tokens takes longer than 120 s and was not run to its end;
   units in flight beside nccl neither. The units in mode none of calibration.json are by
   `pp.size=1 --modes none`, which its commands do not name.
+- Records of calibrations got the model's sizes, precision, update rule, modes of stages and numbers
+  of parameters afterwards, from the commands that they name; no time was changed.
 - clip in calibration.json (41 ms) is of one norm and one product a tensor; norm and clipping act on
   all gradients together since.
 - The host takes about as long to start an FP8 MoE half as the GPU to run it (16 ms by
