@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import count
-
 import measured_activations
 import mega_cases  # before any kernel
 import pytest
 import torch
 from measured_activations import Measured
+from mirror_exchange import Mirror
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -18,7 +15,7 @@ from ppruntime.models.activation_bytes import kept_results, saved_bytes
 from ppruntime.models.all_to_all import AllToAll
 from ppruntime.models.carry import MicroBatch
 from ppruntime.models.dims import ModelDims, UnitKind, UnitSpec, preset, unit_specs
-from ppruntime.models.dispatch import Dispatcher, Finish, WireOptions
+from ppruntime.models.dispatch import Dispatcher, WireOptions
 from ppruntime.models.expert_bytes import HERE, ExpertForm, experts_workspace, tokens_received
 from ppruntime.models.fp8_experts import Fp8Options
 from ppruntime.models.init import init_parameters
@@ -31,22 +28,7 @@ from ppruntime.models.token_dispatch import TokenDispatcher
 from ppruntime.models.units import build_unit
 
 TOKENS = 140
-_NUMBERS = count()
 _INT64 = 8
-
-
-@dataclass(frozen=True)
-class Mirror:
-    """Rank 0 of two, the other of which does the same with the same tokens."""
-
-    name: str = field(default_factory=lambda: f"mirror {next(_NUMBERS)}")
-    rank: int = 0
-    num_ranks: int = 2
-
-    def begin(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], what: str) -> Finish:
-        for target in incoming:
-            target.copy_(outgoing[0]) if len(target) == len(outgoing[0]) else target.zero_()
-        return lambda: None
 
 
 def case(num_experts: int) -> tuple[ModelDims, UnitSpec]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import measured_activations
 import pytest
 import torch
+from mirror_exchange import Mirror
 from small_runs import CONFIG, SMALL
 from torch import Tensor
 
@@ -33,20 +34,6 @@ WIDE = ("model.hidden_size=128", "model.expert_width=128", "train.precision=bf16
 
 def tiny(*overrides: str) -> Config:
     return load([CONFIG], [*SMALL, *overrides])
-
-
-@dataclass(frozen=True)
-class Mirror:
-    """Rank 0 of two, the other of which does the same with the same tokens."""
-
-    name: str = "mirror"
-    rank: int = 0
-    num_ranks: int = 2
-
-    def begin(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], what: str) -> Finish:
-        for target in incoming:
-            target.copy_(outgoing[0]) if len(target) == len(outgoing[0]) else target.zero_()
-        return lambda: None
 
 
 def test_what_exchanges_give_is_kept_as_planned():

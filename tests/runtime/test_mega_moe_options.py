@@ -46,6 +46,9 @@ def test_plan_and_ledger_count_one_arena_a_rank():
     assert arena_bytes(plain) == 0
     for one, other in zip(report(fused).ranks, report(plain).ranks, strict=True):
         assert one.slot_bytes - other.slot_bytes == size
+        # Its experts are in FP8 and keep less.
+        kept = one.activation_bytes - other.activation_bytes
+        assert one.total_bytes - other.total_bytes == size + kept
     for one, other in zip(predict(fused), predict(plain), strict=True):
         assert one.slots - other.slots == size
 
