@@ -2,7 +2,7 @@
 docs/make_measurements.py`.
 
 Every figure there comes from one of these files, which names its command, device, versions and
-date.
+date. What was not run, and what a record lacks, is prose: docs/bench/not-run.md, its last section.
 """
 
 from __future__ import annotations
@@ -20,88 +20,6 @@ LARGE = 335_544_320
 NAMED_SHARE = 0.02
 """Kernels with a larger share of a half are named."""
 
-NOT_RUN = """## Not run, and what is known to be wrong with a record
-
-- Anything between hosts: `put` over InfiniBand, `nccl` over a network. More than two GPUs.
-- Pipelines with the Gluon products of experts: 1F1B at M = 16 (pipeline-large-tiles.json) and at
-  M = 8 with ordered sums (pipeline-bits.json: one set of bits over three transports, the same on
-  one GPU alone, pipeline-bits-1.json). Other pipeline records are older and their steps longer.
-  There, gradients' digests differ by the order in which attention adds up its keys' gradients.
-- All pipelines here were run before a step's Engram rows were hashed and sorted together. One by
-  one that was some 2 ms a micro-batch at the start of a step, read from the records' idle time
-  there and not measured apart.
-- Of the pipeline bench: Async1F1B over nccl and without transfers at today's speed, torch's
-  DualPipeV (pipeline-torch-before.json, with slower layers, has it at 1.09 x ours; it has two sets
-  of losses at M = 16, by a race in mHC that is mended).
-- Pairs that overlap (`pp.overlap_pairs`): whole runs keep every bit on one GPU, over two pipeline
-  ranks and over experts on two (18 tests). They gain 1 to 2 % of a cycle; a split of the
-  multiprocessors costs more than it brings wherever it need not be (pipeline-pairs*.json). The one
-  step there that is 3.4 % longer is of a transport that moves nothing, two steps were timed, and
-  its cycle is 0.997. pipeline-pairs-mega.json has three sets of gradient bits because attention's
-  sums had no order there (the script asks for it since); pipeline-pairs-deep-ep.json was cut by its
-  limit while a kernel for 88 multiprocessors was compiled. Cases without transfers were cut too.
-- pipeline-infiniband.json misses its bar because nccl got faster there: its products leave 12
-  multiprocessors free (`pp.gemm_sms=120`, the default beside nccl since). Where they took all, nccl
-  with 2 blocks had a cycle of 247 ms and copy_engine 221.5, 0.90 of it: pipeline-nccl-all-sms.json.
-  The first row of that file had a profiler in two of its three steps.
-- nccl is 1.04 x torch's 1F1B: torch posts a receive when it is needed, so nothing waits on
-  multiprocessors while products run. `pp.recv_lead=0` does so here, not measured so far.
-- moe-ep2-all.json and moe-ep2-both.json are older than the loops of the Gluon kernels with both
-  halves written out (products 1,226 -> 1,308 TFLOP/s, W2's gradients 621 -> 768). moe-ep2.json is
-  not: 13.1 ms a micro-batch with n = 2 by own kernels alone (bar 15.5), 14.2 with deep_gemm's
-  products and dispatch by deep_ep (bar 12.5, missed: that path pays for rows that go and come apart
-  from its products).
-- moe-experts.json: of deep_gemm's products that of L2 misses 1,250 TFLOP/s with 1,219 in this run,
-  its weight gradients at n = 2 take 812 and 746 where 828 and 810 were measured before. What stands
-  for bf16 in moe-ep2.json is the readable layer, whose forward takes 14.0 ms: SwiGLU and weighted
-  sums there go through fp32 in several passes, rows are gathered four times and the host waits for
-  counts, so that ratios to it flatter. `bf16 yardstick` does none of this, `step` rows tell what
-  each takes; neither was run. Experts of EP48's and EP96's shapes
-  (`--shapes`), ratios to a floor by phase, phases and chunks with today's kernels: no record.
-- pipeline-fp8.json: one set of loss bits and one of gradient bits in all four cases. 1F1B with
-  n = 2 takes 1.06 x its timeline: where weight gradients do not wait for a W of their own, every
-  second backward has those of two micro-batches, and a timeline knows one length of a backward.
-- 1,000 steps of random routing through the fused layer between guards (`tests/gpu_tests.sh`, group
-  soak): played on CPUs, not run on GPUs.
-- memory-fixed-blocks.json has the allocator's blocks of fixed size: 30 to 43 GB lay unused. With
-  expandable segments (memory.json) a run that needs memory gets all but 0.7 GB of it; slack there
-  is what nobody had asked for.
-- memory.json, memory-2-gpus.json and memory-one-in-two.json were planned by an older ledger, and
-  their peaks leave out what transports hold beside torch's allocator. Its backwards kept all of a
-  micro-batch that had been offloaded, to their end: every saved tensor kept the hook that found the
-  others. memory-offload.json and memory-2-gpus-offload.json are of today's code: every peak within
-  1.2 % of its plan. tests/runtime/test_ledger_records.py holds the ledger to all that still counts.
-- One in two on one GPU with 8 micro-batches costs 4.4 % (memory.json; bar 3), of which 2.8 are the
-  warm-up's copies by count, which nothing hides there. Over two pipeline ranks it costs 2.5 % with
-  24 micro-batches and nothing with 6, over two data ranks 2.4 %.
-- dp2 at 8,192 tokens, `off`, ended in memory-2-gpus.json where NCCL asked the driver for 4 bytes
-  for a communicator: the allocator had all of the GPU, 24 GB of it unused. Communicators are opened
-  before a step now, the allocator leaves 1 GiB to others, and the row runs
-  (memory-2-gpus-offload.json, whose limit was over before the other rows of two data ranks).
-- Calibrations: `--depths 4,8` at 8,192 tokens takes longer than 120 s and was not run to its end;
-  units in flight beside nccl neither. The units in mode none of calibration.json are by
-  `pp.size=1 --modes none`, which its commands do not name.
-- Records of calibrations got the model's sizes, precision, update rule, modes of stages and numbers
-  of parameters afterwards, from the commands that they name; no time was changed.
-- clip in calibration.json (41 ms) is of one norm and one product a tensor; norm and clipping act on
-  all gradients together since.
-- The host takes about as long to start an FP8 MoE half as the GPU to run it (16 ms by
-  layers-moe.json). In a run without a record, at 2,048 tokens and beside other work, a backward
-  took the host 6.7 ms by autograd's thread, and 3.9 in the caller's under a profiler.
-  `run.backward_thread=rank` was not tried in a pipeline.
-- q_b misses its bar (1.21 x bf16, 1.3 asked) by its backward. Of 2.14 ms, by a profile without a
-  record, 0.72 are deep_gemm's weight gradient (956 TFLOP/s: nine tiles of 152 columns for
-  1,280), 0.56 and 0.52 its other products, 0.31 the casts, whose bytes take 0.25. o_b has
-  an output gradient to cast that is a sixth of q_b's.
-- The head's products run at what power leaves: 810 TFLOP/s for one alone, 715 without a pause, in a
-  run without a record. Its times hold for a GPU that was idle before.
-- compute-sanitizer's racecheck of mHC reports one place, `coefficients_backward_kernel`: threads
-  that hold copies of the same sum write it to the same word. It was looked at, not removed.
-- `optim.type = "muon"`, `kernels.compile`, `bench kernels`, 10,000 random transfers with today's
-  code (the run was cut at 130 s). 27 random pairs of memory knobs kept every bit, on one GPU, over
-  two pipeline ranks and over two data ranks.
-"""
-
 
 def main() -> None:
     """Writes the page."""
@@ -113,7 +31,8 @@ def main() -> None:
         for path in sorted(BENCH.glob(f"{prefix}*.json")):
             record = json.loads(path.read_text())
             parts.append(f"{write(record)}\n{_origin(path, record)}")
-    (DOCS / "measurements.md").write_text("\n".join([*parts, NOT_RUN]))
+    parts.append((BENCH / "not-run.md").read_text())
+    (DOCS / "measurements.md").write_text("\n".join(parts))
 
 
 def transports(record: dict[str, Any]) -> str:

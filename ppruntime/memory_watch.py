@@ -117,6 +117,7 @@ class DeviceCounter:
 
 
 _SMALL_SHARE = 1 / 256
+"""Of the peak: fewer than 256 pieces of memory can be larger at a time."""
 
 
 class TensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
