@@ -158,7 +158,7 @@ def show(
     if lowered:
         if offload is not None:
             apart = passes.split_pairs(schedule)
-            overlapped = 1 if paced else None
+            overlapped = offload if paced else None
             schedule = passes.add_offload(apart, every=offload, overlapped=overlapped)
         print(grid(passes.add_frees(passes.add_transfers(schedule))))
         return 0

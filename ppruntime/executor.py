@@ -251,9 +251,13 @@ class Executor:
             for stage in self._stages:
                 if (moments := master_moments(ops, stage)) is not None:
                     after[moments.leave] = partial(self._masters.leave, stage)
-                    before[moments.left] = partial(self._masters.left, stage)
+                    left = partial(self._masters.left, stage)
+                    before[moments.left] = _joined(before.get(moments.left), left)
                     back = partial(self._masters.come_back, stage)
-                    after[moments.through] = _joined(back, after.get(moments.through))
+                    if moments.back is None:
+                        after[moments.through] = _joined(back, after.get(moments.through))
+                    else:
+                        before[moments.back] = _joined(before.get(moments.back), back)
         if self._lookups is not None:
             for op, look in self._lookups.before(ops).items():
                 before[op] = _joined(before.get(op), look)

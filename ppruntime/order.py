@@ -49,7 +49,8 @@ def make_order(config: Config) -> Order:
     pairs = _overlapping_pairs(config, computations)
     moved = computations
     if pp.activation_offload:
-        overlapped = 0 if pp.offload_target == "fp8" else 1 if pp.offload_paced else None
+        paced = pp.offload_every if pp.offload_paced else None
+        overlapped = 0 if pp.offload_target == "fp8" else paced
         # Pairs that do not overlap are taken apart first: "one op ahead" is half a pair.
         apart = moved if pairs else split_pairs(moved)
         moved = add_offload(apart, every=pp.offload_every, overlapped=overlapped)

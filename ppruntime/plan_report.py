@@ -5,6 +5,7 @@ Weights are never allocated, no process group is made and torch is not loaded.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -453,17 +454,26 @@ def _peak(
     given."""
     rank = order.computations.stage_to_rank[min(sizes)]
     ops = list(order.lowered.ops(rank))
-    changes: dict[Op, int] = {}  # of masters, before the op if negative, else after it
+    before, after = defaultdict[Op, int](int), defaultdict[Op, int](int)  # changes of masters
     for stage, size in (masters or {}).items():
         if (moments := master_moments(ops, stage)) is not None:
-            changes |= {moments.left: -size, moments.through: size}
+            if moments.left.kind is Kind.F:
+                before[moments.left] -= size
+            else:
+                # Until then they are in place of sums of gradients, which take no less and which a
+                # total counts from the start.
+                after[moments.leave] -= size
+            if moments.back is None:
+                after[moments.through] += size
+            else:
+                before[moments.back] += size
     here = sum((masters or {}).values())
     held, peak = 0, _Held(0, here)
     for op in ops:
+        here += before[op]
         if op.stage not in sizes:
             continue
-        size, change = sizes[op.stage], changes.get(op, 0)
-        here += min(change, 0)
+        size = sizes[op.stage]
         if op.kind is Kind.F:
             held += size
         elif op.kind is Kind.B:
@@ -476,7 +486,7 @@ def _peak(
             held -= moved[op.stage]
         elif op.kind is Kind.RELOAD:
             held += moved[op.stage]
-        here += max(change, 0)
+        here += after[op]
         if held + here > peak.activations + peak.masters:
             peak = _Held(held, here)
     return peak

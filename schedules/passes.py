@@ -8,8 +8,8 @@ and receives; `add_frees` says when a receive buffer may be overwritten.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from ppruntime.schedules.counts import Edge, Traffic, crosses_ranks, traffic
@@ -60,12 +60,15 @@ def add_offload(schedule: Schedule, *, every: int = 1, overlapped: int | None = 
     """Moves the saved activations of every `every`-th micro-batch to the host and back.
 
     OFFLOAD follows F (and its send). OFFLOADED, where computations wait for the copy and its memory
-    is free, has `overlapped` computations between it and the forward: 1 paces the forwards of the
-    warm-up, 0 is for a move that takes no time of its own; None: it stands behind the next
-    backward, and no forward of the warm-up waits. RELOAD stands before the step that precedes the
-    backward, so that it has that step's time. Nothing is moved that would be away during no
-    computation: the last ranks' micro-batches stay. Gradients for weights that come later (W) find
-    what RELOAD brought.
+    is free, stands behind the next backward, and no forward of the warm-up waits; or already behind
+    `overlapped` computations: `every` of them pace the forwards of the warm-up so that one copy is
+    on its way at a time and none when backwards begin, 0 is for a move that takes no time of its
+    own. RELOAD stands before the step that precedes the backward, so that it has that step's time;
+    or earlier, up to the nearest backward, as long as no more micro-batches lie on the rank then
+    than a step later: a copy is often longer than a forward. Nothing is moved that would be away
+    during no computation, or back before the first backward has run, which is when a rank holds
+    most: the last ranks' micro-batches stay, and each rank's first one. Gradients for weights that
+    come later (W) find what RELOAD brought.
     """
     if every < 1:
         raise ScheduleError(f"add_offload(every={every}); the least is 1, every micro-batch")
@@ -74,38 +77,73 @@ def add_offload(schedule: Schedule, *, every: int = 1, overlapped: int | None = 
 
     def offload(order: tuple[Step, ...]) -> list[Step]:
         compute = _compute_steps(order)
-        behind_backward = _next_backwards([ops_of(order[i]) for i in compute])
-        forward_at: dict[tuple[int, int], int] = {}
         after: dict[int, list[Step]] = defaultdict(list)
         left: dict[int, list[Step]] = defaultdict(list)
         back: dict[int, list[Step]] = defaultdict(list)
-        for n, i in enumerate(compute):
-            for op in ops_of(order[i]):
-                if op.micro_batch % every:
-                    continue
-                key = (op.stage, op.micro_batch)
-                if op.kind is Kind.F:
-                    forward_at[key] = n
-                elif op.kind in _FIRST_BACKWARD and key in forward_at:
-                    forward = forward_at[key]
-                    behind = (
-                        behind_backward[forward] if overlapped is None else forward + overlapped
-                    )
-                    if behind + 1 >= n - 1:
-                        continue
-                    out, gone = (replace(op, kind=k) for k in (Kind.OFFLOAD, Kind.OFFLOADED))
-                    sent = _past_sends(order, compute[forward])
-                    if behind == forward:
-                        after[sent] += [out, gone]
-                    else:
-                        after[sent].append(out)
-                        left[compute[behind + 1]].append(gone)
-                    back[compute[n - 1]].append(replace(op, kind=Kind.RELOAD))
+        for move in _moves([ops_of(order[i]) for i in compute], every, overlapped):
+            out, gone, home = (
+                replace(move.op, kind=k) for k in (Kind.OFFLOAD, Kind.OFFLOADED, Kind.RELOAD)
+            )
+            sent = _past_sends(order, compute[move.forward])
+            after[sent].append(out)
+            if move.gone == move.forward + 1:
+                after[sent].append(gone)
+            else:
+                left[compute[move.gone]].append(gone)
+            back[compute[move.home]].append(home)
         # What leaves makes room for what comes back.
         before = {i: left[i] + back[i] for i in left.keys() | back.keys()}
         return _insert(order, before, after)
 
     return _rewrite(schedule, offload)
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """A micro-batch's way to the host and back, by numbers of computations of its rank."""
+
+    op: Op
+    """Its first backward."""
+    forward: int
+    gone: int
+    """Before which it is away."""
+    home: int
+    """Before which it starts to come back."""
+
+
+def _moves(steps: Sequence[tuple[Op, ...]], every: int, overlapped: int | None) -> Iterator[_Move]:
+    """What moves on a rank whose computations are `steps`, in the order of the backwards."""
+    has_backward = [any(op.kind is not Kind.F for op in ops) for ops in steps]
+    next_backward, last_backward = _next_true(has_backward), _last_true(has_backward)
+    forward_at: dict[tuple[int, int], int] = {}
+    moves: list[_Move] = []
+    first_backward = next((n for n, flag in enumerate(has_backward) if flag), len(steps))
+    held = [0] * (len(steps) + 1)  # by how many micro-batches more at each step; summed up below
+    for n, op in ((n, op) for n, ops in enumerate(steps) for op in ops):
+        key = (op.stage, op.micro_batch)
+        if op.kind is Kind.F:
+            forward_at[key] = n
+            held[n] += 1
+        elif op.kind in _FIRST_BACKWARD and key in forward_at:
+            forward = forward_at[key]
+            held[n + 1] -= 1
+            behind = next_backward[forward]
+            if overlapped is not None:
+                is_last = forward + 1 == behind
+                behind = min(behind if is_last else behind - 1, forward + overlapped)
+            if op.micro_batch % every == 0 and behind + 1 < n - 1 and n > first_backward:
+                moves.append(_Move(op, forward, behind + 1, n - 1))
+                held[behind + 1] -= 1
+                held[n - 1] += 1
+    held = list(accumulate(held))
+    for move in moves:
+        home = move.home
+        if overlapped != 0:
+            earliest = max(last_backward[home + 1], move.gone + 1)
+            while home > earliest and held[home - 1] < held[home]:
+                home -= 1
+                held[home] += 1
+        yield replace(move, home=home)
 
 
 def add_transfers(
@@ -244,15 +282,24 @@ def _compute_steps(order: Sequence[Step]) -> list[int]:
     return [i for i, step in enumerate(order) if ops_of(step)[0].kind in COMPUTE]
 
 
-def _next_backwards(computations: Sequence[tuple[Op, ...]]) -> list[int]:
-    """For each computation the number of the next one behind it that has a backward, or how many
-    there are."""
-    numbers, following = [], len(computations)
-    for n in range(len(computations) - 1, -1, -1):
-        numbers.append(following)
-        if any(op.kind is not Kind.F for op in computations[n]):
+def _next_true(flags: Sequence[bool]) -> list[int]:
+    """For each place the next one behind it that is true, or how many places there are."""
+    found, following = [], len(flags)
+    for n in range(len(flags) - 1, -1, -1):
+        found.append(following)
+        if flags[n]:
             following = n
-    return numbers[::-1]
+    return found[::-1]
+
+
+def _last_true(flags: Sequence[bool]) -> list[int]:
+    """For each place the last one before it that is true, or -1."""
+    found, last = [], -1
+    for n, flag in enumerate(flags):
+        found.append(last)
+        if flag:
+            last = n
+    return found
 
 
 def _sends(schedule: Schedule, step: Step) -> list[Step]:

@@ -109,8 +109,8 @@ def test_costs_of_zero_are_no_trouble(capsys):
 
 def test_show_lowered_has_the_offloads(capsys):
     text = run(capsys, "show", "1f1b", "--lowered", "--offload", "1", "--paced")
-    assert "0OFFLOAD0" in text
-    assert text.index("0OFFLOADED0") < text.index("0F2") < text.index("0RELOAD1")
+    assert "0OFFLOAD1" in text
+    assert text.index("0OFFLOADED1") < text.index("0F3") < text.index("0RELOAD2")
     assert "add --lowered" in refuse(capsys, "show", "1f1b", "--offload", "1")
     assert "add --offload 1" in refuse(capsys, "show", "1f1b", "--lowered", "--paced")
 

@@ -70,7 +70,7 @@ def test_project_and_simulate_have_the_ledgers_peaks_in_every_layout(layout, cap
 
 
 def test_offloaded_activations_are_away_as_in_a_run_that_offloads(capsys):
-    words = (*TINY, "pp.size=4")
+    words = (*TINY, "pp.size=4", "train.num_micro_batches=12")
     run = ["--costs", "1,1,1", "--transfer-s", "0", "--per-step-s", "0", "--json"]
     moved = ["--offload-every", "2", "--host-bandwidth", "1e9"]
     assert main(["simulate", *words, *run, *moved]) == 0
@@ -79,7 +79,9 @@ def test_offloaded_activations_are_away_as_in_a_run_that_offloads(capsys):
     offloads = ("pp.activation_offload=true", "pp.offload_every=2")
     away = predict(load(files, [*overrides, *offloads]))
     assert found["peak_bytes"] == [ledger.peak_bytes for ledger in away]
-    assert found["peak_bytes"] < [ledger.peak_bytes for ledger in predict(load(files, overrides))]
+    stay = [ledger.peak_bytes for ledger in predict(load(files, overrides))]
+    assert all(less <= most for less, most in zip(found["peak_bytes"], stay, strict=True))
+    assert sum(found["peak_bytes"]) < sum(stay)
     # A run that offloads has these bytes as it is; what its copies take is said to be left out.
     for command in ("project", "simulate"):
         extra = ["--memory"] if command == "simulate" else []

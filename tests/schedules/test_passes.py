@@ -257,25 +257,65 @@ def test_offload_moves_what_has_time_to_move(schedule, every, overlapped):
         away, gone, home = found.values()
         assert away.keys() == gone.keys() == home.keys()
         for key, i in forward.items():
-            if overlapped is not None:
-                waits = i + overlapped
-            else:
-                waits = next(n for n in range(i + 1, len(before)) if has_backward[n])
+            waits = next(n for n in range(i + 1, len(before)) if has_backward[n])
+            if overlapped is not None and waits > i + 1:
+                waits = min(waits - 1, i + overlapped)
+            elif overlapped is not None:
+                waits = min(waits, i + overlapped)
             worth_it = waits + 1 < backward[key] - 1 and key[1] % every == 0
+            worth_it &= backward[key] != has_backward.index(True)
             assert (key in away) == worth_it
             if worth_it:
-                assert (away[key], gone[key], home[key]) == (i + 1, waits + 1, backward[key] - 1)
+                assert (away[key], gone[key]) == (i + 1, waits + 1)
+                last = max((n for n in range(backward[key]) if has_backward[n]), default=-1)
+                earliest = max(last, waits + 2) if overlapped != 0 else backward[key] - 1
+                assert min(earliest, backward[key] - 1) <= home[key] < backward[key]
+        late = {key: backward[key] - 1 for key in away}
+        first = has_backward.index(True)
+        most = [
+            max(
+                sum(
+                    i <= n <= backward[key] and not (key in away and gone[key] <= n < back[key])
+                    for key, i in forward.items()
+                )
+                for n in range(first, len(before))
+            )
+            for back in (home, late)
+        ]
+        assert most[0] == most[1]
 
 
 def test_offload_stands_where_the_text_says():
     paced = add_frees(add_transfers(add_offload(make("1f1b", 4, 4), overlapped=1)))
     assert [text for text in texts(paced, 0) if "_B" not in text] == [
-        *("0F0", "0SEND_F0", "0OFFLOAD0"),
-        *("0F1", "0SEND_F1", "0OFFLOAD1", "0OFFLOADED0"),
-        *("0F2", "0SEND_F2", "0OFFLOAD2", "0OFFLOADED1", "0RELOAD0"),
+        *("0F0", "0SEND_F0"),
+        *("0F1", "0SEND_F1", "0OFFLOAD1"),
+        *("0F2", "0SEND_F2", "0OFFLOAD2", "0OFFLOADED1"),
         *("0F3", "0SEND_F3", "0OFFLOAD3", "0OFFLOADED2", "0RELOAD1"),
         *("0B0", "0OFFLOADED3", "0RELOAD2", "0B1", "0RELOAD3", "0B2", "0B3"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("warmup", "expected"),
+    [
+        # Five in flight: a reload beside a backward holds no more than one beside a forward.
+        (
+            4,
+            "0F0 0F1 0F2 0OFFLOAD2 0F3 0F4 0OFFLOAD4 0OFFLOADED2 0B0 0OFFLOADED4 0F5"
+            " 0RELOAD2 0B1 0F6 0OFFLOAD6 0B2 0OFFLOADED6 0F7 0RELOAD4 0B3 0B4 0RELOAD6 0B5 0B6 0B7",
+        ),
+        # Four: one more micro-batch would be there, so that it has a forward's time alone.
+        (
+            3,
+            "0F0 0F1 0F2 0OFFLOAD2 0F3 0OFFLOADED2 0B0 0F4 0OFFLOAD4 0B1 0OFFLOADED4"
+            " 0RELOAD2 0F5 0B2 0F6 0OFFLOAD6 0B3 0OFFLOADED6 0RELOAD4 0F7 0B4 0RELOAD6 0B5 0B6 0B7",
+        ),
+    ],
+)
+def test_copies_of_one_in_two_have_the_time_that_memory_allows(warmup, expected):
+    order = make("async_1f1b", 1, 8, warmup_step=[warmup])
+    assert texts(add_offload(order, every=2, overlapped=2), 0) == expected.split()
 
 
 def test_dropped_micro_batches_leave_the_other_half_of_a_pair():
