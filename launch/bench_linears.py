@@ -1,7 +1,8 @@
 """Bench of dense linears on one GPU: `python -m ppruntime.launch.bench_layers --only linears`.
 
 Times whole linears at V4.1-Flash's widths, casts included: q_a, q_b, o_b and the shared expert,
-forward and backward, in bf16 and in FP8 by every backend that runs here. Weights are quantised
+forward and backward, in bf16 and in FP8 by every backend that runs here, by the last one also with
+scales of whole tiles in weight gradients. Weights are quantised
 beforehand, as a step's first micro-batch does; what that costs has a row of its own. All make
 weight gradients in fp32. FP8 adds them to a sum; bf16 is timed with that add ("bf16, fp32 sums")
 and without it ("bf16", the baseline of all ratios). Variants take turns, so that ratios hold
@@ -30,6 +31,8 @@ from ppruntime.models.dims import ModelDims, preset
 
 LIMIT_SECONDS = 240.0
 BASELINE = "bf16"
+TILES = ", wgrad tiles"
+"""Ends the name of the variant of the last backend whose weight gradients have scales of tiles."""
 BARS = {("o_b", "all"): 1.4, ("q_b", "all"): 1.3}
 """Ratios to bf16 that the fastest FP8 variant is to reach."""
 
@@ -134,15 +137,16 @@ def variants(layer: Layer, names: Sequence[str]) -> dict[str, nn.Module]:
         return module
 
     found = {BASELINE: made(), "bf16, fp32 sums": made()}
-    for name in names:
-        plain, options = made(), Fp8LinearOptions(backend=LinearBackend(name))
+    for name, tiles in [(name, False) for name in names] + [(name, True) for name in names[-1:]]:
+        backend = LinearBackend(name)
+        plain, options = made(), Fp8LinearOptions(backend=backend, wgrad_tile_scales=tiles)
         if isinstance(plain, SharedExpert):
             module: nn.Module = Fp8SharedExpert(plain, options)
         else:
             assert isinstance(plain, Linear)
             module = Fp8Linear(plain, options)
         set_weight_version(module, WeightVersion())
-        found[f"fp8 {name}"] = module
+        found[f"fp8 {name}{TILES if tiles else ''}"] = module
     return found
 
 

@@ -2,7 +2,8 @@
 
     y   = rows of x, W                       x by 1 x 128, W by 128 x 128 blocks
     dx  = rows of dy, W^T                    the same bytes, turned
-    dW += columns of dy, columns of x        1 x 128 along the rows, into the fp32 `.grad`
+    dW += columns of dy, columns of x        1 x 128 along the rows, into the fp32 `.grad`; x by
+                                             128 x 128 with `wgrad_tile_scales`
 
 One pass over x makes its rows and its columns, one over dy too. Kept for the backward: x's columns,
 half the bytes of x. Weights are quantised once per version, both ways. Weight gradients go
@@ -45,6 +46,9 @@ class Fp8LinearOptions:
     """Who multiplies. All follow one recipe."""
 
     backend: LinearBackend = LinearBackend.TRITON
+    wgrad_tile_scales: bool = False
+    """In weight gradients one scale per 128 x 128 values of the layer's input: products as fast as
+    a forward's, by own kernels. Changes numerics."""
     gemm_sms: GemmSms = field(default_factory=GemmSms, compare=False)
     """Multiprocessors for the products, as at their launch. Changes no bit."""
 
@@ -62,7 +66,7 @@ class _Fp8Layer(WeightCopies):
     def __init__(self, options: Fp8LinearOptions) -> None:
         super().__init__()
         self.options = options
-        self.kernels: ExpertKernels = linear_kernels(options.backend)
+        self.kernels: ExpertKernels = linear_kernels(options.backend, options.wgrad_tile_scales)
         self._copies: dict[str, tuple[tuple[int, int], Blocks]] = {}
 
     def blocks(self, name: str) -> Blocks:
@@ -128,9 +132,13 @@ class _Fp8Layer(WeightCopies):
             add()
 
 
-def _cast(kernels: ExpertKernels, x_NI: Tensor) -> tuple[Quantized, Quantized, Layout]:
+def _cast(
+    kernels: ExpertKernels, x_NI: Tensor, *, tile_scales: bool = False
+) -> tuple[Quantized, Quantized, Layout]:
     layout = dense_layout(x_NI.shape[0], x_NI.device)
     options = {"dense": True} if kernels.dense_columns else {}
+    if tile_scales:
+        options["tile_scales"] = True
     rows, columns = kernels.quantize_routed(
         x_NI, layout, with_rows=True, power_of_two=False, **options
     )
@@ -171,7 +179,11 @@ class _Fp8Linear(torch.autograd.Function):
     def forward(ctx: Any, x_NI: Tensor, weight: Tensor, layer: Fp8Linear) -> Tensor:
         blocks, options = layer.blocks("weight"), layer.options
         y_NO, columns, scale = torch.ops.ppruntime.fp8_linear(
-            x_NI, *blocks.weight, options.backend.value, options.gemm_sms.now or 0
+            x_NI,
+            *blocks.weight,
+            options.backend.value,
+            options.gemm_sms.now or 0,
+            options.wgrad_tile_scales,
         )
         ctx.save_for_backward(columns, scale)
         ctx.layer, ctx.blocks = layer, blocks
@@ -220,6 +232,7 @@ class _Fp8RotatedLinear(torch.autograd.Function):
             num_heads,
             options.backend.value,
             options.gemm_sms.now or 0,
+            options.wgrad_tile_scales,
         )
         ctx.save_for_backward(columns, scale, cos_NR, sin_NR)
         ctx.layer, ctx.blocks, ctx.num_heads = layer, blocks, num_heads
@@ -289,7 +302,9 @@ class _Fp8SharedExpert(torch.autograd.Function):
     ) -> Tensor:
         blocks = layer.blocks("gate_up.weight"), layer.blocks("down.weight")
         chosen = layer.options.backend.value, layer.options.gemm_sms.now or 0
-        z_NC, columns, scale = torch.ops.ppruntime.fp8_linear(x_ND, *blocks[0].weight, *chosen)
+        z_NC, columns, scale = torch.ops.ppruntime.fp8_linear(
+            x_ND, *blocks[0].weight, *chosen, layer.options.wgrad_tile_scales
+        )
         y_ND = torch.ops.ppruntime.fp8_swiglu_linear(z_NC, *blocks[1].weight, layer.limit, *chosen)
         ctx.save_for_backward(z_NC, columns, scale)
         ctx.layer, ctx.blocks = layer, blocks
@@ -368,11 +383,16 @@ def _ones(z_NC: Tensor) -> Tensor:
 
 @torch.library.custom_op("ppruntime::fp8_linear", mutates_args=())
 def _linear_op(
-    x_NI: Tensor, weight: Tensor, weight_scale: Tensor, backend: str, gemm_sms: int
+    x_NI: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    backend: str,
+    gemm_sms: int,
+    wgrad_tile_scales: bool = False,
 ) -> list[Tensor]:
     """x W^T in x's dtype, and x's columns with their scales: what a backward needs of x."""
-    kernels = linear_kernels(LinearBackend(backend))
-    rows, columns, layout = _cast(kernels, x_NI)
+    kernels = linear_kernels(LinearBackend(backend), wgrad_tile_scales)
+    rows, columns, layout = _cast(kernels, x_NI, tile_scales=wgrad_tile_scales)
     y_PO = kernels.grouped_gemm(
         rows, Quantized(weight, weight_scale), layout, gemm_sms=gemm_sms or None
     )
@@ -381,16 +401,23 @@ def _linear_op(
 
 @_linear_op.register_fake
 def _(
-    x_NI: Tensor, weight: Tensor, weight_scale: Tensor, backend: str, gemm_sms: int
+    x_NI: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    backend: str,
+    gemm_sms: int,
+    wgrad_tile_scales: bool = False,
 ) -> list[Tensor]:
-    return _linear_shapes(x_NI, weight, backend)
+    return _linear_shapes(x_NI, weight, backend, wgrad_tile_scales)
 
 
-def _linear_shapes(x_NI: Tensor, weight: Tensor, backend: str) -> list[Tensor]:
+def _linear_shapes(
+    x_NI: Tensor, weight: Tensor, backend: str, wgrad_tile_scales: bool
+) -> list[Tensor]:
     num_rows, width = x_NI.shape
     padded = (num_rows + GROUP - 1) // GROUP * GROUP
-    dense = LinearBackend(backend) in DENSE_BACKENDS
-    columns = columns_like(x_NI, padded, width, tile_scales=False, dense=dense)
+    dense = LinearBackend(backend) in DENSE_BACKENDS and not wgrad_tile_scales
+    columns = columns_like(x_NI, padded, width, tile_scales=wgrad_tile_scales, dense=dense)
     return [x_NI.new_empty(num_rows, weight.shape[1]), *columns]
 
 
@@ -404,9 +431,10 @@ def _rotated_op(
     num_heads: int,
     backend: str,
     gemm_sms: int,
+    wgrad_tile_scales: bool = False,
 ) -> list[Tensor]:
     """As `fp8_linear`, with the last channels of each head turned."""
-    y_NO, *columns = _linear_op(x_NI, weight, weight_scale, backend, gemm_sms)
+    y_NO, *columns = _linear_op(x_NI, weight, weight_scale, backend, gemm_sms, wgrad_tile_scales)
     turn = Rotation(cos_NR, sin_NR)
     if LinearBackend(backend) is LinearBackend.REFERENCE:
         return [_rotated(y_NO, turn, num_heads), *columns]
@@ -427,8 +455,9 @@ def _(
     num_heads: int,
     backend: str,
     gemm_sms: int,
+    wgrad_tile_scales: bool = False,
 ) -> list[Tensor]:
-    return _linear_shapes(x_NI, weight, backend)
+    return _linear_shapes(x_NI, weight, backend, wgrad_tile_scales)
 
 
 @torch.library.custom_op("ppruntime::fp8_swiglu_linear", mutates_args=())

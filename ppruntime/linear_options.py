@@ -69,7 +69,8 @@ def use_linears(
     from ppruntime.models.fp8_linear import Fp8LinearOptions, convert_linears  # needs Triton
 
     sms = gemm_sms or GemmSms(config.pp.gemm_sms)
-    options = Fp8LinearOptions(backend=choice.backend, gemm_sms=sms)
+    tiles = config.kernels.linear_wgrad_tile_scales
+    options = Fp8LinearOptions(backend=choice.backend, wgrad_tile_scales=tiles, gemm_sms=sms)
     return convert_linears(unit, options)
 
 

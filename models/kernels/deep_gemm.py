@@ -77,6 +77,28 @@ def grouped_weight_grad(
         )  # fmt: skip
 
 
+def dense_weight_grad(
+    accumulator_1AC: Tensor,
+    micro_batches: Sequence[WeightGradOperands],
+    *,
+    gemm_sms: int | None = None,
+) -> None:
+    """`grouped_weight_grad` of one group by the package's plain product, whose tiles suit it better
+    (0.69 ms to 0.73 at q_b's widths and 8,192 rows, 0.66 to 0.69 at o_b's; H200)."""
+    layouts = [operands.layout for operands in micro_batches]
+    if not sum(layout.num_rows for layout in layouts):
+        return
+    left = _matrix([operands.left for operands in micro_batches], layouts)
+    right = _matrix([operands.right for operands in micro_batches], layouts)
+    (sums,) = accumulator_1AC
+    with limited_to(gemm_sms):
+        deep_gemm_package().fp8_gemm_nt(
+            (left.data.view(sums.shape[0], -1), left.scale.t()),
+            (right.data.view(sums.shape[1], -1), right.scale.t()),
+            sums, c=sums, recipe=(1, 1, GROUP),
+        )  # fmt: skip
+
+
 def expert_weight_grad(
     accumulator_EAC: Tensor,
     micro_batches: Sequence[WeightGradOperands],

@@ -33,13 +33,14 @@ _KEY = "kernels.linear"
 _NEEDED = ("fp8_gemm_nt", "k_grouped_fp8_gemm_nt_contiguous", "set_num_sms")
 _FIRST_CUDA = (12, 9)
 """Whose cuBLASLt takes 1 x 128 and 128 x 128 scales on Hopper."""
-_FASTER_BY_SCALED_MM = frozenset({(1280, 5120)})
-"""(O, I) where scaled_mm beat deep_gemm, of those in docs/measurements.md: 1,216 to 1,100 TFLOP/s
-on an H200 with 8,192 rows."""
+_FASTER_BY_SCALED_MM = frozenset({(1280, 5120), (1280, 32768)})
+"""(O, I) where scaled_mm beat deep_gemm, 8,192 rows on an H200: 1,216 to 1,100 TFLOP/s, and 1,376
+to 1,227."""
 
 
 class LinearBackend(Enum):
-    """Whose products. The weight gradient is deep_gemm's where its products are, else our own."""
+    """Whose products. The weight gradient is deep_gemm's where its products are, but for scales of
+    whole tiles; else our own."""
 
     REFERENCE = "reference"
     """The recipe in torch, anywhere: slow, the yardstick of the others."""
@@ -68,9 +69,10 @@ DENSE_BACKENDS = (LinearBackend.DEEP_GEMM, LinearBackend.FASTEST)
 """Those whose weight gradients take columns as one matrix."""
 
 
-def linear_kernels(backend: LinearBackend) -> ExpertKernels:
-    """The backend's functions: `grouped_gemm` takes and gives one group only. Raises RuntimeError
-    with `unavailable_reason` if it cannot run."""
+def linear_kernels(backend: LinearBackend, wgrad_tile_scales: bool = False) -> ExpertKernels:
+    """The backend's functions: `grouped_gemm` takes and gives one group only. Weight gradients
+    whose input has scales of whole tiles are our own kernels'. Raises RuntimeError with
+    `unavailable_reason` if it cannot run."""
     reason = unavailable_reason(backend)
     if reason is not None:
         raise RuntimeError(reason)
@@ -83,10 +85,12 @@ def linear_kernels(backend: LinearBackend) -> ExpertKernels:
     product = _by_deep_gemm if backend is LinearBackend.DEEP_GEMM else _by_the_fastest
     from ppruntime.models.kernels import deep_gemm
 
+    if wgrad_tile_scales:
+        return replace(expert_kernels(ExpertBackend.TRITON), grouped_gemm=product)
     return replace(
         expert_kernels(ExpertBackend.DEEP_GEMM),
         grouped_gemm=product,
-        grouped_weight_grad=deep_gemm.grouped_weight_grad,
+        grouped_weight_grad=deep_gemm.dense_weight_grad,
         dense_columns=backend in DENSE_BACKENDS,
     )
 

@@ -88,6 +88,12 @@ def _gemm_sms(config: Config) -> Iterator[Broken]:
 
 def _fp8_linears(config: Config) -> Iterator[Broken]:
     key, wanted = "kernels.linear", config.kernels.linear
+    if wanted == "reference" and config.kernels.linear_wgrad_tile_scales:
+        yield (
+            "kernels.linear_wgrad_tile_scales",
+            f"kernels.linear_wgrad_tile_scales = true has no effect on {key} = {show(wanted)},"
+            f' which has no FP8; set {key} = "auto", or leave it out',
+        )
     if wanted in ("auto", "reference"):
         return
     if (reason := fp8_linear_rules.misfit(config.model.dims)) is not None:

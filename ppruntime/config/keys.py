@@ -457,6 +457,9 @@ class Kernels(Section, frozen=True):
     compute dtype. The others: in FP8, 1 x 128 by 128 x 128, with own kernels, torch's block-scaled
     product (own where its K does not fit) or the package deep_gemm; auto: the fastest that works
     here. Changes numerics (FP8)."""
+    linear_wgrad_tile_scales: bool = False
+    """FP8 linears: in weight gradients one scale per 128 x 128 values of what a linear got, not one
+    per 128 of a channel; products as fast as a forward's. Changes numerics."""
     head: Literal["reference", "chunked", "triton", "auto"] = "reference"
     """Projection to the vocabulary and cross-entropy. reference: all logits at once. chunked: some
     tokens' logits at a time, computed again in the backward; least memory, on any device. triton:

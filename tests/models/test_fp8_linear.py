@@ -234,10 +234,10 @@ def test_checkpointing_recomputes_or_keeps_products_with_the_same_bits(kind, mon
     calls = 0
     kernels_of = fp8_linear.linear_kernels
 
-    def counted(backend):
+    def counted(*chosen):
         nonlocal calls
         calls += 1
-        return kernels_of(backend)
+        return kernels_of(*chosen)
 
     def keep_projections(ctx, op, *args, **kwargs):
         kept = point_of(op.name()) is SavePoint.PROJECTIONS
@@ -267,12 +267,41 @@ def test_what_is_kept_of_x_has_half_its_bytes():
     assert sizes == [x.nbytes // 2, INS * 4]  # columns, and a scale each
 
 
+@pytest.mark.parametrize("kind", [LINEAR, SHARED])
+@pytest.mark.parametrize("options", [REFERENCE, TRITON], ids=["reference", "triton"])
+def test_scales_of_tiles_change_the_weight_gradients_of_what_a_linear_got_alone(kind, options):
+    module, (x, grad) = layer(kind, replace(options, wgrad_tile_scales=True)), case(kind)
+    got, usually = gradients(module, x, grad), usual(kind, options)
+    assert list(differing(got, usually)) == [2]  # of the linear, or of gate and up
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % 128))
+    tiles = quantize_columns_reference(padded, power_of_two=False, tile_scales=True)
+    assert tiles.scale.shape == (1, INS // 128)
+    if kind == LINEAR:
+        expected = columns(grad).t() @ dequantize_columns(tiles)[: len(x)]
+        assert distance(got[2], expected) < 1e-6
+    true = exact(kind, module, x, grad)
+    assert distance(got[2], true[2]) < 1.1 * distance(usually[2], true[2])
+
+
+def test_scales_of_tiles_are_fewer():
+    sizes = []
+    x, _ = case(LINEAR, num_rows=128)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes), lambda _: None):
+        layer(LINEAR, replace(REFERENCE, wgrad_tile_scales=True))(x.requires_grad_())
+    assert sizes == [x.nbytes // 2, INS // 128 * 4]
+
+
 def test_the_ops_are_proper_ops():
     module, (x, _) = layer(SHARED, REFERENCE), case(SHARED)
     blocks = [module.blocks(f"{name}.weight").weight for name in ("gate_up", "down")]
     torch.library.opcheck(
         torch.ops.ppruntime.fp8_linear.default,
         (x, *blocks[0], "reference", 0),
+        test_utils="test_faketensor",
+    )
+    torch.library.opcheck(
+        torch.ops.ppruntime.fp8_linear.default,
+        (x, *blocks[0], "reference", 0, True),
         test_utils="test_faketensor",
     )
     z = torch.randn(ROWS, 2 * OUTS, device=DEVICE).bfloat16()

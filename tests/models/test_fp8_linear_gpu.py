@@ -85,6 +85,21 @@ def test_a_linear_follows_the_recipe(backend, num_in, num_out, num_rows):
         assert num_rows == 1 or distance(a, b) > 0.02
 
 
+@BACKENDS
+@pytest.mark.parametrize(("num_in", "num_out"), SHAPES)
+@pytest.mark.parametrize("num_rows", [8192, 1000])
+def test_weight_gradients_take_scales_of_tiles(backend, num_in, num_out, num_rows):
+    x, grad = normal(num_rows, num_in), normal(num_rows, num_out, seed=2)
+    usual = gradients(linear(num_in, num_out, backend), x, grad)
+    got = gradients(linear(num_in, num_out, backend, wgrad_tile_scales=True), x, grad)
+    reference = linear(num_in, num_out, LinearBackend.REFERENCE, wgrad_tile_scales=True)
+    expected = gradients(reference, x, grad)
+    assert all(map(torch.equal, got[:2], usual[:2]))
+    assert distance(got[2], expected[2]) < 5e-4
+    true = grad.float().t() @ x.float()
+    assert distance(got[2], true) < 1.05 * distance(usual[2], true)
+
+
 @pytest.mark.parametrize("num_rows", [8192, 1000])
 def test_a_query_projection_has_the_bits_of_product_and_rotation(num_rows):
     from ppruntime.models.kernels.rope import project_rotated

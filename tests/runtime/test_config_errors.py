@@ -322,6 +322,11 @@ RULES = [
         'is 64, model.expert_width 48; use "torch"',
     ),
     (
+        "kernels.linear_wgrad_tile_scales=true",
+        'kernels.linear_wgrad_tile_scales = true has no effect on kernels.linear = "reference", '
+        'which has no FP8; set kernels.linear = "auto", or leave it out',
+    ),
+    (
         "moe.compute.wgrad_tile_scales=true",
         'moe.compute.wgrad_tile_scales = true has no effect on moe.compute.backend = "torch"; '
         'leave it out or use "triton"',

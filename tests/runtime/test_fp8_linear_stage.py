@@ -94,6 +94,7 @@ def _gradients_of_every_way(rank: int) -> dict[str, dict[str, torch.Tensor]]:
     dist.init_process_group("gloo")
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     config = load([TINY], WIDE)
+    tiled = load([TINY], [*WIDE, "kernels.linear=auto", "kernels.linear_wgrad_tile_scales=true"])
     fp8 = _stage(config, IN_FP8, None, mesh)
     found = {
         "whole": _step(fp8, mesh, 2, split=False),
@@ -101,6 +102,7 @@ def _gradients_of_every_way(rank: int) -> dict[str, dict[str, torch.Tensor]]:
         "one, whole": _step(fp8, mesh, 1, split=False),
         "one, split": _step(fp8, mesh, 1, split=True),
         "products kept": _step(_stage(config, IN_FP8, PRODUCTS, mesh), mesh, 1, split=True),
+        "tiles": _step(_stage(tiled, IN_FP8, PRODUCTS, mesh), mesh, 1, split=True),
         "bf16": _step(_stage(config, IN_COMPUTE_DTYPE, None, mesh), mesh, 1, split=False),
     }
     dist.destroy_process_group()
@@ -122,6 +124,9 @@ def test_split_and_recomputed_backwards_have_the_same_bits_and_fp8_is_near_bf16(
         for name, grad in one.items()
         if any(part in name for part in converted)
     }
+    other = {name for name, grad in one.items() if not torch.equal(grad, found["tiles"][name])}
+    taken = ("q_a.weight", "q_b.weight", "o_b.weight", "shared.gate_up.weight")
+    assert other == {name for name in one if name.endswith(taken)}
     assert distances
     assert all(0.01 < d < 0.35 for d in distances.values()), distances
     assert abs(float(one["loss"] / found["bf16"]["loss"]) - 1) < 0.01
