@@ -612,6 +612,24 @@ def calibration(record: dict[str, Any]) -> str:
     return "\n".join([*parts, *(["\n".join(lines) + "\n"] if lines else [])])
 
 
+def depths(record: dict[str, Any]) -> str:
+    """Whole models of two depths, and what layers between them take."""
+    times = zip(record["depths"], record["step_s"], record["step_p95_s"], strict=True)
+    rows = [
+        [str(depth), f"{1e3 * step:,.1f} ({1e3 * p95:,.1f})", "measured"]
+        for depth, step, p95 in times
+    ]
+    rows.append(["each layer more", f"{1e3 * record['layer_s']:,.1f}", "modelled"])
+    rate = record["flops_per_s"] / 1e12
+    return (
+        f"## Depths, {record['model']}, {record['seq_len']:,} tokens\n\n"
+        f"A micro-batch forward and back, {record['samples']} samples, routing {record['routing']};"
+        f" {rate:,.0f} TFLOP/s by 6N at {record['num_layers']} layers (modelled: all layers as"
+        " those between, no pipeline, nothing that comes once a step).\n\n"
+        + _table(("layers", "ms (95 %)", "origin"), rows)
+    )
+
+
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
@@ -637,6 +655,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "moe": moe,
     "memory": memory,
     "calibration": calibration,
+    "depths": depths,
 }
 
 

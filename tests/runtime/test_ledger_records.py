@@ -28,15 +28,16 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 
 def _still_holds(row: dict[str, Any]) -> bool:
-    """Of the older records: their peaks leave out buffers of hops, and in their backwards nothing
-    of what came back from the host was freed."""
+    """Of an older record: its peaks leave out buffers of hops, and in its backwards nothing of what
+    came back from the host was freed."""
     return row["layout"] != "pp2" and not any("offload=true" in text for text in row["overrides"])
 
 
 ROWS = [
     *_rows("memory-2-gpus-offload"),
     *_rows("memory-offload"),
-    *filter(_still_holds, _rows("memory") + _rows("memory-2-gpus")),
+    *_rows("memory"),
+    *filter(_still_holds, _rows("memory-2-gpus")),
 ]
 
 
