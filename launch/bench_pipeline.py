@@ -453,6 +453,7 @@ class _Bench:
                 offset=offset,
                 group=ranks.pipeline_group,
                 pairs_overlap=lanes.overlap,
+                turns=self.config.moe.compute.turns,
             )
             if step >= _WARM_UP_STEPS:
                 steps.append(measured)

@@ -6,7 +6,7 @@ Weights are never allocated, no process group is made and torch is not loaded.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -206,6 +206,7 @@ def plan_text(config: Config) -> str:
         lines.append(f"{plan.offload}; host memory of a rank: up to {short_bytes(host)}")
     elif host := max(rank.host_bytes for rank in plan.ranks):
         lines.append(f"Engram tables: up to {short_bytes(host)} of a rank's host memory")
+    lines += _turns(config)
     lines += ["", *text_table((*headings, *_BYTES), rows, left="units")]
     if len(plan.ranks) < len(plan.stages):
         per_rank = [
@@ -213,6 +214,21 @@ def plan_text(config: Config) -> str:
         ]
         lines += ["", *text_table(("rank", "stages", *_BYTES), per_rank, left="stages")]
     return "\n".join([*lines, "", *_LEGEND])
+
+
+def _turns(config: Config) -> Iterator[str]:
+    """What weight gradients that are added for several micro-batches at once do to a pipeline whose
+    backwards are whole."""
+    turns, pp = config.moe.compute.turns, config.pp
+    if turns == 1 or pp.size == 1:
+        return
+    computations = make_order(config).computations
+    if any(op.kind is Kind.B for rank in range(pp.size) for op in computations.ops(rank)):
+        yield (
+            f"moe.compute.fused_wgrad_micro_batches: one backward in {turns} has the experts'"
+            " weight gradients of all, and other ranks wait for it; pp.defer_weight_grads = true"
+            " puts them behind the gradient's way out"
+        )
 
 
 def _recomputed(config: Config) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import TypeAlias
@@ -81,6 +81,8 @@ class MeasuredStep:
     rows: tuple[tuple[MeasuredOp, ...], ...]
     pairs_overlap: bool = False
     """Whether the halves of the schedule's pairs ran at once (`pp.overlap_pairs`)."""
+    turns: int = 1
+    """Micro-batches whose weight gradients were added at once: one in so many took longer."""
 
     @property
     def step_ns(self) -> int:
@@ -175,6 +177,7 @@ def gather_step(
     offset: ClockOffset,
     group: dist.ProcessGroup | None,
     pairs_overlap: bool = False,
+    turns: int = 1,
 ) -> MeasuredStep:
     """Every pipeline rank's ops of one step on rank 0's clock. A collective of the pipeline group.
 
@@ -186,7 +189,7 @@ def gather_step(
     ]
     parts = gather_bytes(msgspec.json.encode(mine), group)
     everyones = [msgspec.json.decode(part, type=list[OpTimes[int]]) for part in parts]
-    return measured_step(schedule, everyones, pairs_overlap=pairs_overlap)
+    return measured_step(schedule, everyones, pairs_overlap=pairs_overlap, turns=turns)
 
 
 def measured_step(
@@ -194,6 +197,7 @@ def measured_step(
     times_of_ranks: Sequence[Sequence[OpTimes[int]]],
     *,
     pairs_overlap: bool = False,
+    turns: int = 1,
 ) -> MeasuredStep:
     """A step from the times of all its ranks, in ns of one clock. Raises as `gather_step`."""
     first = min((t.start for times in times_of_ranks for t in times), default=0)
@@ -206,7 +210,7 @@ def measured_step(
     )
     for rank, row in enumerate(rows):
         _check_row(rank, row, by_stage=pairs_overlap)
-    return MeasuredStep(schedule, rows, pairs_overlap)
+    return MeasuredStep(schedule, rows, pairs_overlap, turns)
 
 
 def _check_row(rank: int, row: Sequence[MeasuredOp], *, by_stage: bool) -> None:
@@ -276,9 +280,17 @@ def _sources(op: Op) -> tuple[Op, ...]:
 def measured_costs(step: MeasuredStep) -> Costs:
     """Each stage's mean op times in ms, which keep the work of a rank; of ops that ran alone,
     unless none of the stage's kind did. A whole backward is halved where I and W never ran apart,
-    and is their sum where it never ran; a stage that ran nothing of a kind costs nothing."""
-    paired = step.paired
-    return _costs(step, _means(step, paired) | _means(step, _all_ops(step) - paired))
+    and is their sum where it never ran; a stage that ran nothing of a kind costs nothing. By turn
+    too, where the step had several."""
+
+    def of(ops: frozenset[Op]) -> Costs:
+        return _costs(step, _means(step, ops & step.paired) | _means(step, ops - step.paired))
+
+    every, turns = _all_ops(step), step.turns
+    if turns == 1:
+        return of(every)
+    by_turn = (frozenset(op for op in every if op.micro_batch % turns == t) for t in range(turns))
+    return replace(of(every), by_turn=tuple(map(of, by_turn)))
 
 
 def measured_pair_costs(step: MeasuredStep) -> Costs | None:

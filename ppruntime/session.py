@@ -338,6 +338,7 @@ class _Loop:
             offset=align_clocks(group),
             group=group,
             pairs_overlap=pipeline.pairs_overlap,
+            turns=self.config.moe.compute.turns,
         )
         if self.reporter is not None:
             run_dir = self.reporter.run_dir

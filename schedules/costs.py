@@ -7,7 +7,7 @@ triple per rank over the rank's chunks. Units are the caller's: a timeline is in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -22,14 +22,25 @@ Latency: TypeAlias = float | Sequence[float] | Mapping[tuple[int, int], float]
 class Costs:
     """Time of F, I and W of each stage for one micro-batch. B takes I + W, or `backward` where that
     is given: a measured step's own whole backwards, which ran beside other work than I and W.
+
+    `by_turn`: costs of micro-batches 0, n, 2n .., of 1, n + 1 .., and so on, where they differ in a
+    cycle of n and the record's own are the means: where weight gradients of n micro-batches are
+    added at once, every n-th has those of all.
     """
 
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
     weight_grad: tuple[float, ...]
     backward: tuple[float, ...] | None = None
+    by_turn: tuple[Costs, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
+        for turn in self.by_turn:
+            if turn.num_stages != self.num_stages:
+                raise ScheduleError(
+                    f"costs by turn are for {turn.num_stages} stages, their means for "
+                    f"{self.num_stages}; give all per stage"
+                )
         lengths = {len(self.forward), len(self.input_grad), len(self.weight_grad)}
         if self.backward is not None and len(self.backward) not in lengths:
             raise ScheduleError(
@@ -64,6 +75,8 @@ class Costs:
 
     def of(self, op: Op) -> float:
         """Time of one op; what is not compute takes none."""
+        if self.by_turn:
+            return self.by_turn[op.micro_batch % len(self.by_turn)].of(op)
         if op.kind is Kind.F:
             return self.forward[op.stage]
         if op.kind is Kind.I:

@@ -12,6 +12,7 @@ Ranges and choices stand in the types; what concerns two keys at once is in `rul
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
@@ -401,6 +402,12 @@ class ExpertCompute(Section, frozen=True):
         """Micro-batches of a stage whose weight gradients are added in one launch."""
         fused = self.fused_wgrad_micro_batches
         return fused if isinstance(fused, int) else fused[stage]
+
+    @property
+    def turns(self) -> int:
+        """Micro-batches after which all stages' launches of weight gradients repeat."""
+        fused = self.fused_wgrad_micro_batches
+        return fused if isinstance(fused, int) else math.lcm(*fused)
 
 
 def _on_stage(choice: bool | tuple[int, ...], stage: int) -> bool:

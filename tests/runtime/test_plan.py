@@ -602,3 +602,12 @@ def test_the_ledger_has_the_plan_s_peak_with_every_knob(knobs):
         assert 0 <= rank.total_bytes - (ledger.through_the_step + most) < rank.workspace_bytes
         assert ledger.peak_bytes <= rank.total_bytes
         assert sum(num_bytes for _, num_bytes in ledger.rows()) == ledger.peak_bytes
+
+
+def test_the_plan_says_what_weight_gradients_of_several_do_to_whole_backwards():
+    wide = ("model.hidden_size=128", "model.expert_width=128", "moe.compute.backend=triton")
+    base = [*wide, "moe.compute.fused_wgrad_micro_batches=2", "pp.schedule=1f1b"]
+    told = "one backward in 2 has the experts' weight gradients of all"
+    assert told in plan_text(load([TINY], base))
+    assert told not in plan_text(load([TINY], [*base, "pp.defer_weight_grads=true"]))
+    assert told not in plan_text(load([TINY], [*base[:-2], "pp.schedule=1f1b"]))

@@ -210,6 +210,22 @@ def test_costs_are_means_per_stage_and_a_whole_backward_is_halved():
     assert planned_step(step).busy == pytest.approx([p.compute / MS for p in split_times(step)])
 
 
+@pytest.mark.parametrize("name", ["1f1b", "1f1b_w"])
+def test_backwards_that_take_turns_are_planned_as_they_ran(name):
+    """Where weight gradients of two are added at once, one backward in two has both."""
+    schedule = make(name, 2, 8)
+    light, heavy = (Costs((5.0, 5.0), (9.0, 9.0), (w, w)) for w in (0.0, 10.0))
+    even = Costs((5.0, 5.0), (9.0, 9.0), (5.0, 5.0))
+    timeline = simulate(schedule, replace(even, by_turn=(light, heavy)))
+    by_turn = planned_step(replace(_measured(timeline), turns=2))
+    assert by_turn.makespan == pytest.approx(timeline.makespan)
+    by_means = planned_step(_measured(timeline))
+    assert by_means.makespan == pytest.approx(simulate(schedule, even).makespan)
+    # Ranks wait for the backwards of two; weight gradients that come later hold nobody up.
+    loss = timeline.makespan / by_means.makespan - 1
+    assert loss > 0.1 if name == "1f1b" else loss < 0.05
+
+
 def test_a_whole_backward_is_planned_as_long_as_it_took_not_as_its_two_parts():
     """On a GPU whole backwards run beside transfers, the two parts at the ends of a step."""
     schedule = make("dualpipe_v", 2, 8)
