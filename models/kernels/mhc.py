@@ -298,7 +298,7 @@ def _read_backward(
             dz, streams, dmix, num_streams, width, _row_block(width), num_warps=4
         )
         dpre = dmix if dpre is None else dpre + dmix
-    through_rms = inverse.new_empty(num_tokens)
+    through_rms = torch.empty_like(mix)  # of a token's places the first
     totals = projected.new_empty(2 * num_iters - 1, num_tokens, num_streams)
     kernels.coefficients_backward_kernel[(-(-num_tokens // _COEFFICIENT_TOKENS),)](
         projected, inverse, base, scale, None if dpre is None else dpre.contiguous(),

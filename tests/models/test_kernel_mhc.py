@@ -257,6 +257,8 @@ def test_kernels_compile_for_hopper_without_spills():
         # The coefficients' gradients are 96 bytes a token.
         allowed = 4 if kernel["name"] == "coefficients_backward_kernel" else 0
         assert kernel["narrow_accesses"] <= allowed, name
+        # Its sums are of products that a thread adds before they are rounded: copies differ.
+        assert not any("through_rms" in line for line in kernel["copies_moved"]), name
         # Three programs of 128 threads on a multiprocessor, or two of 256.
         most = {"project_kernel": 168, "read_backward_kernel": 128}
         assert kernel["registers"] <= most.get(kernel["name"], 255), name
