@@ -300,10 +300,12 @@ def _read_backward(
         dpre = dmix if dpre is None else dpre + dmix
     through_rms = torch.empty_like(mix)  # of a token's places the first
     totals = projected.new_empty(2 * num_iters - 1, num_tokens, num_streams)
-    kernels.coefficients_backward_kernel[(-(-num_tokens // _COEFFICIENT_TOKENS),)](
+    # As many as give each of a program's threads a number of its own: copies' last bits differ.
+    tokens = _COEFFICIENT_TOKENS * max(1, 4 // num_streams)
+    kernels.coefficients_backward_kernel[(-(-num_tokens // tokens),)](
         projected, inverse, base, scale, None if dpre is None else dpre.contiguous(),
         dpost.contiguous(), dcomb.contiguous(), totals, draw, operand, through_rms,
-        num_tokens, mhc_eps, num_streams, width, num_coefficients, num_iters, _COEFFICIENT_TOKENS,
+        num_tokens, mhc_eps, num_streams, width, num_coefficients, num_iters, tokens,
         num_warps=4,
     )  # fmt: skip
     tokens, channels, num_warps, num_stages = _steps(_BACK)
