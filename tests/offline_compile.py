@@ -60,8 +60,8 @@ class Compiled:
     wide_accesses: int
     """Those of 16 bytes, TMA not counted."""
     copies_moved: tuple[str, ...]
-    """Lines where threads write one value, of which each holds a copy, to one place in shared
-    memory: no matter while the copies are the same to the bit."""
+    """Where threads write one value, of which each holds a copy, to one place in shared memory, as
+    "file.py:12": no matter while the copies are the same to the bit."""
 
 
 @contextmanager
@@ -215,8 +215,8 @@ def _slots_of_running_products(ttgir: str) -> dict[str, int]:
 
 
 def _copies_moved(ttgir: str) -> tuple[str, ...]:
-    """Lines with conversions of values of which several threads hold copies, to a layout in which
-    a thread gets values that it does not have. Layouts of products hold none and are left out."""
+    """Places of conversions of values of which several threads hold copies, to a layout in which a
+    thread gets values that it does not have. Layouts of products hold none and are left out."""
     layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{(.*)\}>", ttgir, re.MULTILINE))
     of_tensor = r"tensor<([\dx]+)x\w+, ((?:#ttg\.slice<\{dim = \d+, parent = )*#\w+(?:\}>)*)>"
     conversion = rf"ttg\.convert_layout %\S+ : {of_tensor} -> {of_tensor} loc\((#\w+)\)"
@@ -234,10 +234,11 @@ def _copies_moved(ttgir: str) -> tuple[str, ...]:
 
 
 def _line_of(place: str, ttgir: str) -> str:
-    """The line of source behind a location such as #loc7."""
+    """File and line behind a location such as #loc7. The file's name alone: what Triton has in its
+    cache may have been compiled in another folder."""
     text = re.search(rf"^{place} = loc\((.*)\)$", ttgir, re.MULTILINE)[1]
     if file := re.match(r'"(.+)":(\d+):\d+', text):
-        return Path(file[1]).read_text().splitlines()[int(file[2]) - 1].strip()
+        return f"{Path(file[1]).name}:{file[2]}"
     return _line_of(re.search(r"#loc\d+", text)[0], ttgir)
 
 
