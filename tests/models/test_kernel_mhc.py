@@ -22,7 +22,7 @@ from ppruntime.models.init import init_parameters
 from ppruntime.models.kernels import mhc as kernels
 from ppruntime.models.kernels import mhc_kernels
 from ppruntime.models.linear import WeightGradQueue, set_queue
-from ppruntime.models.mhc import HyperConnection
+from ppruntime.models.mhc import Coefficients, HyperConnection
 from ppruntime.models.norm import RMSNorm
 from ppruntime.models.residual import REFERENCE, Residual, residual
 from ppruntime.models.units import build_unit
@@ -224,6 +224,70 @@ def test_what_the_kernels_do_not_take_is_refused():
     case.mix = case.mix.detach().bfloat16()
     with pytest.raises(ValueError, match="mix have to be float32"):
         case.outputs(FUSED)
+
+
+def test_shapes_that_do_not_belong_together_are_refused():
+    case = Case()
+    case.streams = case.streams.detach()[..., :-1]
+    with pytest.raises(ValueError, match=r"streams are \[1, 2, 4, 39\], .* \[B, T, 4, 40\]"):
+        case.outputs(FUSED)
+    case = Case()
+    case.mix = case.mix.detach()[:, 1:]
+    with pytest.raises(ValueError, match=r"the mix is \[1, 1, 4\], .* take \[1, 2, 4\]"):
+        case.outputs(FUSED)
+    case = Case()
+    case.norm = RMSNorm(39, 1e-6, device=DEVICE)
+    with pytest.raises(ValueError, match=r"gain is \[39\] of 40 wide"):
+        case.outputs(FUSED)
+    handle, y = torch.ones(1, 2, 4, 40), torch.ones(1, 2, 40)
+    weights = Coefficients(torch.ones(1, 2, 4), torch.ones(1, 2, 4), torch.ones(1, 2, 4, 4))
+    with pytest.raises(ValueError, match=r"take y \[1, 2, 40\], .* got \[1, 1, 40\]"):
+        kernels.write(handle, y[:, 1:], weights)
+    with pytest.raises(ValueError, match=r"y is torch\.float64"):
+        kernels.write(handle, y.double(), weights)
+    with pytest.raises(ValueError, match=r"post is torch\.bfloat16"):
+        kernels.write(handle, y, weights._replace(post_BTS=torch.ones(1, 2, 4).bfloat16()))
+
+
+@interpreted
+def test_torch_accepts_the_ops():
+    case, checks = Case(), ("test_schema", "test_faketensor")
+    streams, mix = case.streams.detach().flatten(0, 1), case.mix.detach().flatten(0, 1)
+    weights = (case.connection.projection.weight, case.connection.base, case.connection.scale)
+    weights = (*(t.detach() for t in weights), case.norm.weight.detach())
+    constants, y = (1e-6, 1e-6, 2), torch.randn(2, 40)
+    for own in (None, mix):
+        torch.library.opcheck(
+            kernels._read, (streams, own, *weights, *constants), test_utils=checks
+        )
+    x, z, projected, inverse, _, post, comb = kernels._read(streams, mix, *weights, *constants)
+    torch.library.opcheck(kernels._write, (streams, y, post, comb), test_utils=checks)
+    arguments = (torch.randn_like(streams), streams, y, post, comb)
+    torch.library.opcheck(kernels._write_backward, arguments, test_utils=checks)
+    for dpre, is_own, wants_mix in ((None, False, True), (mix, True, False)):
+        arguments = (
+            x, streams, dpre, post, comb, streams, mix, *weights, z, projected, inverse, comb,
+            *constants, is_own, wants_mix,
+        )  # fmt: skip
+        torch.library.opcheck(kernels._read_backward, arguments, test_utils=checks)
+    operand = torch.randn(2, 2 * projected.shape[1])
+    torch.library.opcheck(kernels._weight_grad, (operand, streams), test_utils=checks)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
+@pytest.mark.parametrize("own", [False, True])
+def test_compiled_it_gives_the_same_bits_with_and_without_a_queue(own):
+    case = Case(own=own)
+    expected = case.results(FUSED)
+    for queue in (None, WeightGradQueue()):
+        set_queue(case.connection, queue)
+        torch._dynamo.reset()
+        run = torch.compile(case.outputs, backend="aot_eager", dynamic=False)
+        out, pre = run(FUSED)
+        grads = torch.autograd.grad((out, pre), case.inputs(), case.douts)
+        assert all(map(torch.equal, (out, pre, *grads), expected))
+    torch._dynamo.reset()
 
 
 def test_a_name_gives_the_functions_that_can_run_there(monkeypatch):
