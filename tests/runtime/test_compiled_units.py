@@ -47,11 +47,15 @@ def compiled_parts(monkeypatch):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("pp.schedule=zb_v",),
+        ("pp.schedule=zb_v", "train.indexer_loss_weight=0.01"),
         ("train.precision=bf16", "train.eval_interval=1", "train.eval_steps=1"),
         ("model.name=tiny-v4", "ac.mode=full_moe"),
     ],
-    ids=["weight gradients that wait", "bf16 and an evaluation", "V4, some of it recomputed"],
+    ids=[
+        "weight gradients that wait, indexers that learn",
+        "bf16 and an evaluation",
+        "V4, some of it recomputed",
+    ],
 )
 def test_units_in_compiled_parts_have_the_bits_of_plain_ones(
     overrides, tmp_path, compiled_parts, monkeypatch
