@@ -324,7 +324,30 @@ def _parts(record: dict[str, Any]) -> str:
         f"The head has {record['head_tokens']:,} tokens. The floor is its products, or the bytes of"
         " a pass that nothing splits; forward / backward."
     )
-    return f"{title}\n\n{note}\n\n{_table(head, rows)}"
+    return f"{title}\n\n{note}\n\n{_table(head, rows)}\n{_parts_bars(record)}"
+
+
+def _parts_bars(record: dict[str, Any]) -> str:
+    """What is asked of the head and of passes that move bytes alone."""
+    found = {
+        row["part"]: row
+        for row in record["rows"]
+        if row["variant"] == "triton" and not row["failure"]
+    }
+    lines = []
+    if "head" in found:
+        times, peak = found["head"]["milliseconds"], found["head"]["peak_bytes"] / 1e9
+        both = sum(statistics.median(times[name]) for name in ("forward", "backward"))
+        lines = [_bar("head, forward + backward, ms", both, 94), _bar("head, peak, GB", peak, 6)]
+    for part in ("mhc", "gated", "layerscale", "engram gate"):
+        for name, ratio in found.get(part, {}).get("ratio_to_floor", {}).items():
+            lines.append(_bar(f"{part}, {name}, x the time of its bytes", ratio, 1.3))
+    return "".join(lines)
+
+
+def _bar(what: str, value: float, bar: float, *, at_least: bool = False) -> str:
+    verdict = "met" if (value >= bar if at_least else value <= bar) else "MISSED"
+    return f"- {verdict}: {what}: {value:.4g}, {'at least' if at_least else 'at most'} {bar:g}\n"
 
 
 def _linears(record: dict[str, Any]) -> str:
@@ -381,7 +404,31 @@ def _attention(record: dict[str, Any]) -> str:
         " and token forward, 2.5 times that backward. A bf16 8192^3 matmul ran at"
         f" {record['matmul_teraflops']:.0f} TFLOP/s in the same run."
     )
-    return f"{title}\n\n{note}\n\n{_table(head, rows)}"
+    best: dict[tuple[str, bool], float] = {}
+    for row in record["rows"]:
+        key = row["part"], row["variant"] == "library"
+        if row["slots"] == 640 and not row["failure"]:
+            best[key] = max(best.get(key, 0.0), row["teraflops"])
+    bars = "".join(
+        _bar(
+            f"{name}, {'library' if library else 'own kernels'}, 640 slots, TFLOP/s",
+            best[name, library],
+            bar,
+            at_least=True,
+        )
+        for (name, library), bar in _ATTENTION_BARS.items()
+        if (name, library) in best
+    )
+    return f"{title}\n\n{note}\n\n{_table(head, rows)}\n{bars}"
+
+
+_ATTENTION_BARS = {
+    ("forward", True): 540,
+    ("backward", True): 400,
+    ("forward", False): 350,
+    ("backward", False): 200,
+}
+"""(pass, whether by the library's packages) -> TFLOP/s."""
 
 
 def moe(record: dict[str, Any]) -> str:

@@ -135,12 +135,15 @@ def residuals(
 def kernels(
     *overrides: str,
     steps: Whole = 200,
+    only: list[Literal["reference", "kernels", "fp8", "seed"]] | None = None,
+    limit_seconds: float | None = None,
     config: Path | None = None,
     out: Path = Path("docs/bench/kernel-losses.json"),
 ) -> int:
     """Trains four layers with the references, with kernels, with FP8: how their losses compare.
 
-    Gives 1 if a run fails, or kernels are farther from the references than another seed is.
+    Gives 1 if a run fails or the limit cuts it, or if kernels are farther from the references than
+    twice what another seed is, once the record has all three.
 
     Parameters
     ----------
@@ -148,15 +151,28 @@ def kernels(
         section.key=value, in the place of the four layers at full width.
     steps
         Steps of each run, 40 at least.
+    only
+        Run to make, may be repeated, in the order given; by default all: reference, kernels, fp8
+        and seed, the references from another seed. What the record has of the others is kept.
+    limit_seconds
+        No run is begun after that, one that runs is ended and recorded as far as it came.
+        Default: none.
     config
         File to start from; default: launch/configs/v41-proxy-8.toml.
     out
-        JSON file to write.
+        JSON file to write, or to add to.
     """
     from ppruntime.launch import bench_kernel_losses as bench
 
     chosen = overrides or bench.FOUR_LAYERS
-    return bench.run(steps=steps, overrides=chosen, config=config or bench.CONFIG, out=out)
+    return bench.run(
+        steps=steps,
+        overrides=chosen,
+        config=config or bench.CONFIG,
+        out=out,
+        only=only or tuple(bench.PARTS),
+        limit_seconds=limit_seconds,
+    )
 
 
 def _module(name: str, arguments: tuple[str, ...]) -> int:

@@ -100,7 +100,7 @@ class AttentionBase(UsesKernels):
         loss = index_loss(scoring, attended, self.dims.index_topk) * self.dims.indexer_loss_weight
         if carry.index_loss is not None:
             loss = carry.index_loss + loss
-        return carry._replace(index_loss=loss)
+        return carry.changed(index_loss=loss)
 
     def output(self, o_BTHK: Tensor) -> Tensor:
         """[B, T, D] by two projections; the first keeps groups of heads apart."""
@@ -171,7 +171,7 @@ class Attention(AttentionBase):
         compressed_BTk = torch.where(entries_BTk >= 0, entries_BTk + x_BTD.shape[1], -1)
         window_BTW = window_slots(batch.positions, self.dims.window)
         slots_BTW = torch.cat((window_BTW, compressed_BTk), dim=-1).int()
-        return carry._replace(slots=slots_BTW, candidates=selection.candidates), scoring
+        return carry.changed(slots=slots_BTW, candidates=selection.candidates), scoring
 
     def _compress(self, x_BTD: Tensor, carry: Carry, batch: MicroBatch) -> Carry:
         """The carry with new compressed keys and index keys, to which no old candidates apply."""
@@ -181,10 +181,10 @@ class Attention(AttentionBase):
         rotation = self.rope(first_positions_BC)
         kv_BCK = self._cached(self.kernels.rotate(latent_BCK, rotation), CacheFormat.NVFP4)
         index_keys = self.indexer.make_keys(latent_BCK, rotation)
-        carry = carry._replace(kv=kv_BCK, candidates=None)
+        carry = carry.changed(kv=kv_BCK, candidates=None)
         if self.dims.indexer_learns:
-            return carry._replace(trained_index_keys=index_keys)
-        return carry._replace(index_keys=index_keys)
+            return carry.changed(trained_index_keys=index_keys)
+        return carry.changed(index_keys=index_keys)
 
     def _cached(self, x: Tensor, cache_format: CacheFormat) -> Tensor:
         return through_cache(x, cache_format) if self.dims.quantize_cache else x

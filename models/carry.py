@@ -6,7 +6,7 @@ C compressed entries, K key width, W window plus selected slots, E experts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -62,6 +62,11 @@ class Carry(NamedTuple):
     sequences; None if their weight is 0."""
     loads: tuple[Tensor, ...] = ()
     """tokens_E int64 per MoE unit run so far on this stage: tokens that each expert received."""
+
+    def changed(self, **fields: Any) -> Carry:
+        """The same with other values of some fields, as `_replace`: of that torch 2.11's compiler
+        makes an empty tuple."""
+        return Carry(**{**dict(zip(self._fields, self, strict=True)), **fields})
 
 
 CROSSING = (

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ppruntime.models.documents import take_rows
+from ppruntime.models.linear import break_graph
 from ppruntime.models.precision import widened
 
 _MAX_GATHERED = 1 << 25
@@ -94,6 +95,7 @@ class _IndexLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        break_graph()  # of a forward that adds up in place torch 2.11's compiler drops the gradient
         needed = ctx.needs_input_grad
         found = (
             (grad * saved).to(saved.dtype) if is_needed else None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppruntime.models.precision import widened
+from ppruntime.models.precision import in_dtype, widened
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -26,7 +26,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         inverse = inverse_rms(x, eps)
         ctx.save_for_backward(x, weight, inverse)
-        return (widened(x) * inverse * widened(weight)).to(x.dtype)
+        return in_dtype(widened(x) * inverse * widened(weight), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

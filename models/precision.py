@@ -11,6 +11,12 @@ def widened(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float64 else x.float()
 
 
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`; no operation where it is. For what an autograd function returns: where that
+    comes from a cast that does nothing, torch 2.11's compiler loses its gradient."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
 def is_low(dtype: torch.dtype) -> bool:
     """Whether products of this dtype are summed in fp32: bf16 and fp16."""
     return dtype in (torch.bfloat16, torch.float16)

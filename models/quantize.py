@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ppruntime.models.precision import in_dtype
+
 _E4M3_MAX = 448.0
 _E2M1_MAX = 6.0
 
@@ -79,7 +81,7 @@ class _StraightThrough(torch.autograd.Function):
         padded = functional.pad(x.float(), (0, num_groups * group_size - num_channels))
         groups = padded.view(*x.shape[:-1], num_groups, group_size)
         largest = groups.abs().amax(-1, keepdim=True)
-        return rounded(groups, largest).flatten(-2)[..., :num_channels].to(x.dtype)
+        return in_dtype(rounded(groups, largest).flatten(-2)[..., :num_channels], x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

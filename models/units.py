@@ -46,12 +46,12 @@ class EmbedUnit(nn.Module):
         num_streams = self.dims.num_streams
         streams_BTSD = embedded_BTD.unsqueeze(2).expand(-1, -1, num_streams, -1).contiguous()
         if not self.dims.hands_on_mix:
-            return carry._replace(streams=streams_BTSD)
+            return carry.changed(streams=streams_BTSD)
         mix_BTS = torch.zeros(
             *batch.ids.shape, num_streams, device=batch.ids.device, dtype=torch.float32
         )
         mix_BTS[..., 0] = 1
-        return carry._replace(streams=streams_BTSD, mix=mix_BTS)
+        return carry.changed(streams=streams_BTSD, mix=mix_BTS)
 
 
 class AttentionUnit(UsesResidual):
@@ -124,7 +124,7 @@ class MoEUnit(UsesResidual):
         y_BTD, balance_loss, loads_E = self.moe(x_BTD, batch.ids)
         if balance_loss is not None and carry.balance_loss is not None:
             balance_loss = carry.balance_loss + balance_loss
-        carry = carry._replace(balance_loss=balance_loss, loads=(*carry.loads, loads_E))
+        carry = carry.changed(balance_loss=balance_loss, loads=(*carry.loads, loads_E))
         streams_BTSD = self.residual.write(streams_BTSD, y_BTD, weights)
         return _passed_on(self.dims, self.spec, carry, streams_BTSD, weights)
 
@@ -161,7 +161,7 @@ class HeadUnit(nn.Module):
     def forward(self, carry: Carry, batch: MicroBatch) -> Carry:
         loss = self.loss_of(self._hidden(carry), self.projection, batch.labels)
         crossing: dict[str, Any] = dict.fromkeys(CROSSING)
-        return carry._replace(**crossing, loss=loss)
+        return carry.changed(**crossing, loss=loss)
 
     def _hidden(self, carry: Carry) -> Tensor:
         """[B, T, D]: the collapsed streams after the final norm."""
@@ -252,7 +252,7 @@ def _passed_on(
 ) -> Carry:
     """The carry after a sublayer: its streams, its mix, and of the rest what is alive."""
     dead: dict[str, Any] = {field: None for field in CROSSING if field not in spec.live_after}
-    return carry._replace(
+    return carry.changed(
         streams=streams_BTSD,
         mix=weights.pre_BTS if isinstance(weights, Coefficients) and dims.hands_on_mix else None,
-    )._replace(**dead)
+    ).changed(**dead)

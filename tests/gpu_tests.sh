@@ -40,6 +40,8 @@ group attention $last $m/test_kernel_sparse_attention.py $m/test_kernel_indexer.
     $m/test_indexer_library.py $m/test_expert_products.py $m/test_v41_gpu.py &
 group lanes $last $r/test_overlap_gpu.py -k "not two_gpus" &
 group knobs $last $r/test_memory_knobs_gpu.py $r/test_memory_watch.py $r/test_device_room.py -k "not 200_steps" &
+group optim $last $r/test_muon_gpu.py -k "not two_gpus" &
+group compiled $last $r/test_compiled_gpu.py &
 group leaks $last $r/test_memory_knobs_gpu.py -k 200_steps &
 wait
 if ((gpus > 1)); then
@@ -51,6 +53,7 @@ if ((gpus > 1)); then
     group soak 0,1 $r/test_mega_moe_soak_gpu.py &
     group tables 0,1 $r/test_deep_ep_gpu.py $r/test_engram_gpu.py &
     group knobs-over 0,1 $r/test_memory_knobs_gpu.py -k over_two_gpus &
+    group muon 0,1 $r/test_muon_gpu.py -k "two_gpus" &
     group pairs 0,1 $r/test_overlap_gpu.py -k "pipeline_over_two_gpus" &
     group pairs-experts 0,1 $r/test_overlap_gpu.py -k "experts_over_two_gpus" &
     wait

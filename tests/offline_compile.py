@@ -9,12 +9,14 @@ Needs Triton imported without TRITON_INTERPRET: run it in a process of its own.
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,9 @@ class Compiled:
     """Global loads and stores of single bytes and half words."""
     wide_accesses: int
     """Those of 16 bytes, TMA not counted."""
+    copies_moved: tuple[str, ...]
+    """Where threads write one value, of which each holds a copy, to one place in shared memory, as
+    "file.py:12": no matter while the copies are the same to the bit."""
 
 
 @contextmanager
@@ -128,6 +133,7 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Com
         len(re.findall(_PRODUCT, code)),
         len(re.findall(r"(?:LDG|STG)\.E\.[US](?:8|16)", code)),
         len(re.findall(r"(?:LDG|STG)\.E(?:\.\w+)*\.128", code)),
+        _copies_moved(binary.asm["ttgir"]),
     )
 
 
@@ -206,6 +212,64 @@ def _slots_of_running_products(ttgir: str) -> dict[str, int]:
     operands = re.findall(r"warp_group_dot (%[\w#]+), (%[\w#]+),", ttgir)
     places = {place_of.get(name, name) for pair in operands for name in pair}
     return {name: int(room[name]) for name in sorted(places) if name in room}
+
+
+def _copies_moved(ttgir: str) -> tuple[str, ...]:
+    """Places of conversions of values of which several threads hold copies, to a layout in which a
+    thread gets values that it does not have. Layouts of products hold none and are left out."""
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{(.*)\}>", ttgir, re.MULTILINE))
+    of_tensor = r"tensor<([\dx]+)x\w+, ((?:#ttg\.slice<\{dim = \d+, parent = )*#\w+(?:\}>)*)>"
+    conversion = rf"ttg\.convert_layout %\S+ : {of_tensor} -> {of_tensor} loc\((#\w+)\)"
+    moved = []
+    for size, before, _, after, place in re.findall(conversion, ttgir):
+        shape = [int(n) for n in size.split("x")]
+        if any(re.search(r"#\w+(?=[}>]*$)", text)[0] not in layouts for text in (before, after)):
+            continue
+        had, wanted = _held(before, layouts, shape), _held(after, layouts, shape)
+        elements = [element for held in had for element in held]
+        has_copies = len(elements) > len(set(elements))
+        if has_copies and any(not new <= old for old, new in zip(had, wanted, strict=True)):
+            moved.append(_line_of(place, ttgir))
+    return tuple(moved)
+
+
+def _line_of(place: str, ttgir: str) -> str:
+    """File and line behind a location such as #loc7. The file's name alone: what Triton has in its
+    cache may have been compiled in another folder."""
+    text = re.search(rf"^{place} = loc\((.*)\)$", ttgir, re.MULTILINE)[1]
+    if file := re.match(r'"(.+)":(\d+):\d+', text):
+        return f"{Path(file[1]).name}:{file[2]}"
+    return _line_of(re.search(r"#loc\d+", text)[0], ttgir)
+
+
+def _held(text: str, layouts: dict[str, str], shape: list[int]) -> list[set[tuple[int, ...]]]:
+    """By thread, which elements of a tensor it holds."""
+    own = layouts[re.search(r"#\w+(?=[}>]*$)", text)[0]]
+    sizes, lanes, warps, order = (
+        [int(n) for n in re.search(rf"{key} = \[([\d, ]+)\]", own)[1].split(",")]
+        for key in ("sizePerThread", "threadsPerWarp", "warpsPerCTA", "order")
+    )
+    kept = list(range(len(order)))
+    for axis in reversed(re.findall(r"dim = (\d+)", text)):  # the innermost slice is cut first
+        del kept[int(axis)]
+
+    def places(number: int, counts: list[int]) -> dict[int, int]:
+        found = {}
+        for axis in order:
+            number, found[axis] = divmod(number, counts[axis])
+        return found
+
+    threads = []
+    for warp, lane in product(range(math.prod(warps)), range(math.prod(lanes))):
+        of_warp, of_lane = places(warp, warps), places(lane, lanes)
+        rows = []
+        for axis, length in zip(kept, shape, strict=True):
+            first = (of_warp[axis] * lanes[axis] + of_lane[axis]) * sizes[axis]
+            period = warps[axis] * lanes[axis] * sizes[axis]
+            starts = range(first, max(length, first + 1), period)
+            rows.append({(i + n) % length for i in starts for n in range(sizes[axis])})
+        threads.append(set(product(*rows)))
+    return threads
 
 
 def _run(tool: str, *arguments: str) -> str:

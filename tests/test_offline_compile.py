@@ -1,6 +1,7 @@
 """What the offline compiles look for is found where it is: excerpts of code that was wrong once."""
 
 from offline_compile import (
+    _copies_moved,
     _halves_read_early,
     _product_loops,
     _slots_of_running_products,
@@ -86,3 +87,32 @@ def test_operands_of_products_that_run_on_are_told_with_their_room():
 
 def test_products_that_are_waited_for_need_no_more_room():
     assert _slots_of_running_products(PRODUCTS.replace("pendings = 1", "pendings = 0")) == {}
+
+
+def layout(size, lanes, warps, order):
+    return (
+        f"#ttg.blocked<{{sizePerThread = {size}, threadsPerWarp = {lanes}, "
+        f"warpsPerCTA = {warps}, order = {order}}}>"
+    )
+
+
+def copies_moved(before, after):
+    return _copies_moved(f"""
+#blocked = {layout([1, 1, 1], [8, 1, 4], [4, 1, 1], [2, 0, 1])}
+#blocked1 = {layout([1, 1], [8, 4], [4, 1], [1, 0])}
+#blocked2 = {layout([1], [32], [4], [0])}
+#blocked3 = {layout([1, 1], [32, 1], [1, 4], [0, 1])}
+    %1 = ttg.convert_layout %0 : {before} -> {after} loc(#loc2)
+#loc1 = loc("/a/kernel.py":2:39)
+#loc2 = loc("sum"(#loc1))
+""")
+
+
+def test_copies_that_meet_in_shared_memory_are_found_and_no_others():
+    of_rows = "#ttg.slice<{dim = 1, parent = #ttg.slice<{dim = 2, parent = #blocked}>}>"
+    sums = f"tensor<32xf32, {of_rows}>"
+    assert copies_moved(sums, "tensor<32xf32, #blocked2>") == ("kernel.py:2",)
+    # Where every thread has them already, and where each has a value of its own.
+    there = "tensor<32xf32, #ttg.slice<{dim = 1, parent = #blocked1}>>"
+    assert copies_moved(sums, there) == ()
+    assert copies_moved("tensor<32x4xf32, #blocked1>", "tensor<32x4xf32, #blocked3>") == ()

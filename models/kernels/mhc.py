@@ -97,8 +97,21 @@ def read(
 
 
 def write(handle_BTSD: Tensor, y_BTD: Tensor, coefficients: Coefficients) -> Tensor:
-    """The streams after the sublayer, as `models.mhc.write_back`. The handle comes from `read`."""
+    """The streams after the sublayer, as `models.mhc.write_back`. The handle comes from `read`.
+    Raises ValueError for shapes and dtypes that do not belong together."""
     _, post, comb = coefficients
+    *lead, num_streams, width = handle_BTSD.shape
+    wanted = ((*lead, width), (*lead, num_streams), (*lead, num_streams, num_streams))
+    if (y_BTD.shape, post.shape, comb.shape) != wanted:
+        raise ValueError(
+            f"mhc: streams {list(handle_BTSD.shape)} take y {list(wanted[0])}, post "
+            f"{list(wanted[1])} and comb {list(wanted[2])}, got {list(y_BTD.shape)}, "
+            f"{list(post.shape)} and {list(comb.shape)}"
+        )
+    if y_BTD.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"mhc: y is {y_BTD.dtype}; the kernel takes bfloat16 and float32")
+    if {post.dtype, comb.dtype} != {torch.float32}:
+        raise ValueError(f"mhc: post is {post.dtype} and comb {comb.dtype}; they are float32")
     flat = (t.flatten(0, 1) for t in (handle_BTSD, y_BTD, post, comb))
     out: Tensor = _Write.apply(*flat)  # type: ignore[no-untyped-call]
     return out.view_as(handle_BTSD)
@@ -298,12 +311,14 @@ def _read_backward(
             dz, streams, dmix, num_streams, width, _row_block(width), num_warps=4
         )
         dpre = dmix if dpre is None else dpre + dmix
-    through_rms = inverse.new_empty(num_tokens)
+    through_rms = torch.empty_like(mix)  # of a token's places the first
     totals = projected.new_empty(2 * num_iters - 1, num_tokens, num_streams)
-    kernels.coefficients_backward_kernel[(-(-num_tokens // _COEFFICIENT_TOKENS),)](
+    # As many as give each of a program's threads a number of its own: copies' last bits differ.
+    tokens = _COEFFICIENT_TOKENS * max(1, 4 // num_streams)
+    kernels.coefficients_backward_kernel[(-(-num_tokens // tokens),)](
         projected, inverse, base, scale, None if dpre is None else dpre.contiguous(),
         dpost.contiguous(), dcomb.contiguous(), totals, draw, operand, through_rms,
-        num_tokens, mhc_eps, num_streams, width, num_coefficients, num_iters, _COEFFICIENT_TOKENS,
+        num_tokens, mhc_eps, num_streams, width, num_coefficients, num_iters, tokens,
         num_warps=4,
     )  # fmt: skip
     tokens, channels, num_warps, num_stages = _steps(_BACK)
@@ -459,7 +474,20 @@ def _row_block(width: int) -> int:
 def _check(
     connection: HyperConnection, norm: RMSNorm, streams_BTSD: Tensor, mix_BTS: Tensor | None
 ) -> None:
-    num_streams = streams_BTSD.shape[2]
+    wanted = (connection.dims.num_streams, connection.dims.hidden_size)
+    if streams_BTSD.dim() != 4 or streams_BTSD.shape[2:] != wanted:
+        raise ValueError(
+            f"mhc: streams are {list(streams_BTSD.shape)}, the connection takes [B, T, "
+            f"{wanted[0]}, {wanted[1]}]"
+        )
+    if mix_BTS is not None and mix_BTS.shape != streams_BTSD.shape[:-1]:
+        raise ValueError(
+            f"mhc: the mix is {list(mix_BTS.shape)}, streams {list(streams_BTSD.shape)} take "
+            f"{list(streams_BTSD.shape[:-1])}"
+        )
+    if norm.weight.shape != wanted[1:]:
+        raise ValueError(f"mhc: the norm's gain is {list(norm.weight.shape)} of {wanted[1]} wide")
+    num_streams = wanted[0]
     if num_streams not in (2, 4, 8):
         raise ValueError(
             f"mhc: {num_streams} streams; the kernels take 2, 4 or 8, the reference any number"

@@ -443,10 +443,16 @@ def coefficients_backward_kernel(
     store_split(operands, draw * scale * inverse, C, inside, 2)
     dinverse += tl.sum(tl.sum(draw * scale * normed, 2), 1)
 
-    # normed = projected r: the sum above is r times the gradient of r = (mean + eps)^-1/2.
-    in_range = tokens < num_tokens
-    inverse = tl.load(inverse_ptr + 2 * tokens, mask=in_range, other=0.0)
-    tl.store(through_rms_ptr + tokens, -dinverse * inverse * inverse / (S * D), mask=in_range)
+    # normed = projected r: the sum above is r times the gradient of r = (mean + eps)^-1/2. Several
+    # threads have it, each with last bits of its own: a thread does not round its own product
+    # before it adds another's, which is rounded. The first one stores it, at the first of S places,
+    # so that this tile lies as the sum does: stored as [BT], the sum would go through shared
+    # memory, and they would all write to one word.
+    token, place = tokens[:, None], streams[None, :]
+    inside = (tokens < num_tokens)[:, None]
+    inverse = tl.load(inverse_ptr + 2 * token, mask=inside, other=0.0)
+    through_rms = -dinverse[:, None] * inverse * inverse / (S * D)
+    tl.store(through_rms_ptr + token * S + place, through_rms, mask=inside & (place == 0))
 
 
 @triton.jit
@@ -478,7 +484,7 @@ def read_backward_kernel(
     left_high = _operand(_left(operand_ptr, tokens, inside, high, C))
     weight_low = tl.where(low < 2 * C, low, low - 2 * C)[:, None] * (S * D)
     weight_high = tl.where(high < 2 * C, high, high - 2 * C)[:, None] * (S * D)
-    through_rms = tl.load(through_rms_ptr + tokens, mask=inside, other=0.0)[:, None]
+    through_rms = tl.load(through_rms_ptr + tokens * S, mask=inside, other=0.0)[:, None]
     mix = tl.load(mix_ptr + tokens * S + stream, mask=inside, other=0.0)[:, None]
     dmix = tl.zeros([BT, BK], tl.float32)
     first_channel = tl.program_id(2) * SHARE

@@ -31,12 +31,17 @@ _STAGES = 3
 
 def rms_norm(x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
     """As `norm.rms_norm`: [..., W] in x's dtype. Raises ValueError for dtypes that it does not
-    take."""
+    take, and for a weight of another width."""
     for name, tensor in (("x", x), ("the weight", weight_W)):
         if tensor.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
                 f"rms_norm: {name} is {tensor.dtype}; the kernel takes bfloat16 and float32"
             )
+    if weight_W.shape != x.shape[-1:]:
+        raise ValueError(
+            f"rms_norm: x is {list(x.shape)} and the weight {list(weight_W.shape)}; it has to be "
+            f"{list(x.shape[-1:])}"
+        )
     y: Tensor = _RMSNorm.apply(x, weight_W, eps)
     return y
 

@@ -40,15 +40,31 @@ def route(
     per_token: int,
     factor: float,
 ) -> Routing:
-    """As `router.route`. Raises ValueError for logits that are not fp32."""
+    """As `router.route`. Raises ValueError for logits that are not fp32, and for shapes that do not
+    belong together."""
     if logits_NE.dtype is not torch.float32:
         raise ValueError(f"route: logits are {logits_NE.dtype}; the kernel takes float32")
+    num_tokens, num_experts = logits_NE.shape
+    for name, tensor, wanted in (
+        ("the bias", bias_E, (num_experts,)),
+        ("given experts", given_NK, (num_tokens, per_token)),
+    ):
+        if tensor is not None and tensor.shape != wanted:
+            raise ValueError(
+                f"route: {name} is {list(tensor.shape)}; with logits {list(logits_NE.shape)} and "
+                f"{per_token} experts a token it has to be {list(wanted)}"
+            )
     experts_NK, weights_NK, scores_NE = _Route.apply(logits_NE, bias_E, given_NK, per_token, factor)
     return Routing(experts_NK if given_NK is None else given_NK, weights_NK, scores_NE)
 
 
 def mean_shares(scores_NE: Tensor, batch: int) -> Tensor:
-    """As `router.mean_shares`: [B, E] fp32, a sequence's tokens added up in blocks, in order."""
+    """As `router.mean_shares`: [B, E] fp32, a sequence's tokens added up in blocks, in order.
+    Raises ValueError for tokens that are no whole number of each sequence."""
+    if batch < 1 or scores_NE.shape[0] % batch:
+        raise ValueError(
+            f"mean_shares: {scores_NE.shape[0]} tokens are not {batch} sequences of equal length"
+        )
     shares_BE: Tensor = _MeanShares.apply(scores_NE, batch)
     return shares_BE
 

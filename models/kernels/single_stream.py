@@ -59,8 +59,21 @@ def read(
 
 
 def write(handle_BT1D: Tensor, y_BTD: Tensor, factor: Tensor) -> Tensor:
-    """The stream after the sublayer, as `models.single_stream.write`. The handle is `read`'s."""
+    """The stream after the sublayer, as `models.single_stream.write`. The handle is `read`'s.
+    Raises ValueError for shapes and dtypes that do not belong together."""
     per_token = factor.dim() == 3
+    batch, num_tokens, _, width = handle_BT1D.shape
+    of_factor = (batch, num_tokens, 1) if per_token else (width,)
+    if y_BTD.shape != (batch, num_tokens, width) or factor.shape != of_factor:
+        raise ValueError(
+            f"one stream: {list(handle_BT1D.shape)} takes y {[batch, num_tokens, width]} and a "
+            f"factor {list(of_factor)}, got {list(y_BTD.shape)} and {list(factor.shape)}"
+        )
+    if y_BTD.dtype not in (torch.bfloat16, torch.float32) or factor.dtype != torch.float32:
+        raise ValueError(
+            f"one stream: y is {y_BTD.dtype} and the factor {factor.dtype}; they have to be "
+            "bfloat16 or float32, and float32"
+        )
     out: Tensor = _Write.apply(  # type: ignore[no-untyped-call]
         handle_BT1D.flatten(0, 2), y_BTD.flatten(0, 1), factor.flatten(), per_token
     )
@@ -271,6 +284,12 @@ def _power_of_two(number: int) -> int:
 
 def _check(connection: PostGate | LayerScale, norm: RMSNorm, stream: Tensor) -> None:
     place = "gated residual" if isinstance(connection, PostGate) else "layerscale residual"
+    width = norm.weight.numel()
+    if stream.dim() != 4 or stream.shape[2:] != (1, width):
+        raise ValueError(
+            f"{place}: the stream is {list(stream.shape)}; with a norm's gain of {width} it has "
+            f"to be [B, T, 1, {width}]"
+        )
     if any(p.dtype != torch.float32 for p in connection.parameters()):
         found = ", ".join(str(p.dtype) for p in connection.parameters())
         raise ValueError(f"{place}: its parameters have to be float32, got {found}")

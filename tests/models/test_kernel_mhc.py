@@ -20,8 +20,9 @@ from ppruntime.models.carry import Carry, MicroBatch
 from ppruntime.models.dims import preset, unit_specs
 from ppruntime.models.init import init_parameters
 from ppruntime.models.kernels import mhc as kernels
+from ppruntime.models.kernels import mhc_kernels
 from ppruntime.models.linear import WeightGradQueue, set_queue
-from ppruntime.models.mhc import HyperConnection
+from ppruntime.models.mhc import Coefficients, HyperConnection
 from ppruntime.models.norm import RMSNorm
 from ppruntime.models.residual import REFERENCE, Residual, residual
 from ppruntime.models.units import build_unit
@@ -225,6 +226,70 @@ def test_what_the_kernels_do_not_take_is_refused():
         case.outputs(FUSED)
 
 
+def test_shapes_that_do_not_belong_together_are_refused():
+    case = Case()
+    case.streams = case.streams.detach()[..., :-1]
+    with pytest.raises(ValueError, match=r"streams are \[1, 2, 4, 39\], .* \[B, T, 4, 40\]"):
+        case.outputs(FUSED)
+    case = Case()
+    case.mix = case.mix.detach()[:, 1:]
+    with pytest.raises(ValueError, match=r"the mix is \[1, 1, 4\], .* take \[1, 2, 4\]"):
+        case.outputs(FUSED)
+    case = Case()
+    case.norm = RMSNorm(39, 1e-6, device=DEVICE)
+    with pytest.raises(ValueError, match=r"gain is \[39\] of 40 wide"):
+        case.outputs(FUSED)
+    handle, y = torch.ones(1, 2, 4, 40), torch.ones(1, 2, 40)
+    weights = Coefficients(torch.ones(1, 2, 4), torch.ones(1, 2, 4), torch.ones(1, 2, 4, 4))
+    with pytest.raises(ValueError, match=r"take y \[1, 2, 40\], .* got \[1, 1, 40\]"):
+        kernels.write(handle, y[:, 1:], weights)
+    with pytest.raises(ValueError, match=r"y is torch\.float64"):
+        kernels.write(handle, y.double(), weights)
+    with pytest.raises(ValueError, match=r"post is torch\.bfloat16"):
+        kernels.write(handle, y, weights._replace(post_BTS=torch.ones(1, 2, 4).bfloat16()))
+
+
+@interpreted
+def test_torch_accepts_the_ops():
+    case, checks = Case(), ("test_schema", "test_faketensor")
+    streams, mix = case.streams.detach().flatten(0, 1), case.mix.detach().flatten(0, 1)
+    weights = (case.connection.projection.weight, case.connection.base, case.connection.scale)
+    weights = (*(t.detach() for t in weights), case.norm.weight.detach())
+    constants, y = (1e-6, 1e-6, 2), torch.randn(2, 40)
+    for own in (None, mix):
+        torch.library.opcheck(
+            kernels._read, (streams, own, *weights, *constants), test_utils=checks
+        )
+    x, z, projected, inverse, _, post, comb = kernels._read(streams, mix, *weights, *constants)
+    torch.library.opcheck(kernels._write, (streams, y, post, comb), test_utils=checks)
+    arguments = (torch.randn_like(streams), streams, y, post, comb)
+    torch.library.opcheck(kernels._write_backward, arguments, test_utils=checks)
+    for dpre, is_own, wants_mix in ((None, False, True), (mix, True, False)):
+        arguments = (
+            x, streams, dpre, post, comb, streams, mix, *weights, z, projected, inverse, comb,
+            *constants, is_own, wants_mix,
+        )  # fmt: skip
+        torch.library.opcheck(kernels._read_backward, arguments, test_utils=checks)
+    operand = torch.randn(2, 2 * projected.shape[1])
+    torch.library.opcheck(kernels._weight_grad, (operand, streams), test_utils=checks)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
+@pytest.mark.parametrize("own", [False, True])
+def test_compiled_it_gives_the_same_bits_with_and_without_a_queue(own):
+    case = Case(own=own)
+    expected = case.results(FUSED)
+    for queue in (None, WeightGradQueue()):
+        set_queue(case.connection, queue)
+        torch._dynamo.reset()
+        run = torch.compile(case.outputs, backend="aot_eager", dynamic=False)
+        out, pre = run(FUSED)
+        grads = torch.autograd.grad((out, pre), case.inputs(), case.douts)
+        assert all(map(torch.equal, (out, pre, *grads), expected))
+    torch._dynamo.reset()
+
+
 def test_a_name_gives_the_functions_that_can_run_there(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert residual("reference", cuda) is REFERENCE
@@ -251,12 +316,21 @@ def test_kernels_compile_for_hopper_without_spills():
     assert run.returncode == 0, run.stdout + run.stderr
     kernels_of = json.loads(run.stdout)
     assert len(kernels_of) == 27
+    source = Path(mhc_kernels.__file__)
+    through_rms = {
+        f"{source.name}:{number}"
+        for number, line in enumerate(source.read_text().splitlines(), start=1)
+        if "tl.store(through_rms_ptr" in line
+    }
+    assert through_rms
     for name, kernel in kernels_of.items():
         assert kernel["spills"] == 0, name
         assert kernel["shared_bytes"] <= 227 * 1024, name
         # The coefficients' gradients are 96 bytes a token.
         allowed = 4 if kernel["name"] == "coefficients_backward_kernel" else 0
         assert kernel["narrow_accesses"] <= allowed, name
+        # Its sums are of products that a thread adds before they are rounded: copies differ.
+        assert not through_rms.intersection(kernel["copies_moved"]), name
         # Three programs of 128 threads on a multiprocessor, or two of 256.
         most = {"project_kernel": 168, "read_backward_kernel": 128}
         assert kernel["registers"] <= most.get(kernel["name"], 255), name

@@ -224,5 +224,11 @@ def test_ops_say_what_they_give_and_other_dtypes_are_refused():
     torch.library.opcheck(ops.route_backward, (weights, None, logits, scores, given, FACTOR))
     torch.library.opcheck(ops.mean_shares, (scores, 3))
     torch.library.opcheck(ops.mean_shares_backward, (torch.ones(3, 8, device=DEVICE), scores))
+    with pytest.raises(ValueError, match=r"the bias is \[7\]; .* \[6, 8\] .* has to be \[8\]"):
+        routing.route(logits, bias[1:], None, 2, FACTOR)
+    with pytest.raises(ValueError, match=r"given experts is \[6, 2\]; .* has to be \[6, 3\]"):
+        routing.route(logits, None, given, 3, FACTOR)
+    with pytest.raises(ValueError, match="6 tokens are not 4 sequences of equal length"):
+        routing.mean_shares(scores, 4)
     with pytest.raises(ValueError, match=r"logits are torch\.bfloat16"):
         routing.route(logits.bfloat16(), None, None, 2, FACTOR)

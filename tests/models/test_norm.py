@@ -98,6 +98,23 @@ def test_other_dtypes_are_refused_with_a_reason():
         ValueError, match=r"the weight is torch\.float64; the kernel takes bfloat16"
     ):
         kernel.rms_norm(torch.ones(2, 4), torch.ones(4, dtype=torch.float64), 1e-6)
+    with pytest.raises(ValueError, match=r"x is \[2, 4\] and the weight \[3\]; .* be \[4\]"):
+        kernel.rms_norm(torch.ones(2, 4), torch.ones(3), 1e-6)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", [rms_norm, kernel.rms_norm])
+def test_a_compiled_norm_has_the_plain_ones_gradients(function, dtype):
+    values = case((5, 24), dtype)
+    expected = results(function, *values, 1e-6)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    found = results(compiled, *values, 1e-6)
+    torch._dynamo.reset()
+    assert expected[1].any()
+    assert all(map(torch.equal, found, expected))
 
 
 @interpreted

@@ -193,6 +193,49 @@ def test_what_kernels_do_not_take_is_refused(residual_type):
     case.connection.bfloat16()
     with pytest.raises(ValueError, match=r"its parameters have to be float32, got torch\.bfloat16"):
         case.output(FUSED)
+    case = Case(residual_type)
+    case.stream = case.stream.detach()[..., :-1]
+    with pytest.raises(ValueError, match=r"the stream is \[2, 3, 1, 39\]; .* \[B, T, 1, 40\]"):
+        case.output(FUSED)
+    case = Case(residual_type)
+    x, handle, factor = FUSED.read(case.connection, case.norm, case.stream, None)
+    with pytest.raises(ValueError, match=r"takes y \[2, 3, 40\] .* got \[2, 2, 40\]"):
+        FUSED.write(handle, x[:, 1:], factor)
+    with pytest.raises(ValueError, match=r"y is torch\.float64"):
+        FUSED.write(handle, x.double(), factor)
+
+
+@interpreted
+@pytest.mark.parametrize("residual_type", TYPES)
+def test_torch_accepts_the_ops(residual_type):
+    case, checks = Case(residual_type), ("test_schema", "test_faketensor")
+    stream, gain = case.stream.detach().flatten(0, 2), case.norm.weight.detach()
+    of_gate = (None, None, None)
+    if residual_type == "gated":
+        own = case.connection
+        of_gate = tuple(t.detach() for t in (own.projection.weight, own.base, own.scale))
+    torch.library.opcheck(kernels._read, (stream, gain, *of_gate, 1e-6), test_utils=checks)
+    x, inverse, projected, gate = kernels._read(stream, gain, *of_gate, 1e-6)
+    is_gated = of_gate[0] is not None
+    factor = gate if is_gated else torch.rand(stream.shape[1])
+    torch.library.opcheck(kernels._write, (stream, x, factor, is_gated), test_utils=checks)
+    torch.library.opcheck(kernels._write_backward, (x, x, factor, is_gated), test_utils=checks)
+    to_gate = (projected, gate) if is_gated else (None, None)
+    arguments = (x, stream, stream, gain, inverse, *of_gate, *to_gate)
+    torch.library.opcheck(kernels._read_backward, arguments, test_utils=checks)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
+@pytest.mark.parametrize("residual_type", TYPES)
+def test_compiled_kernels_give_the_same_bits(residual_type):
+    case = Case(residual_type)
+    expected = case.results(FUSED)
+    torch._dynamo.reset()
+    out = torch.compile(case.output, backend="aot_eager", dynamic=False)(FUSED)
+    grads = torch.autograd.grad(out, case.inputs(), case.dout)
+    torch._dynamo.reset()
+    assert all(map(torch.equal, (out, *grads), expected))
 
 
 @pytest.mark.parametrize("residual_type", TYPES)

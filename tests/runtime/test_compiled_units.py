@@ -25,7 +25,8 @@ def steps(run_dir: Path, *overrides: str):
     """Losses and norms of a run of one process."""
     code, out, err = train(0, str(run_dir), ("pp.size=1", "train.steps=2", *overrides))
     assert code == 0, out + err
-    return [(step.loss, step.grad_norm) for step in read_metrics(run_dir / "metrics.jsonl")]
+    found = read_metrics(run_dir / "metrics.jsonl")
+    return [(step.loss, step.grad_norm, step.val_loss) for step in found]
 
 
 @pytest.fixture
@@ -45,8 +46,16 @@ def compiled_parts(monkeypatch):
 
 @pytest.mark.parametrize(
     "overrides",
-    [("pp.schedule=zb_v",), ("model.name=tiny-v4", "ac.mode=full_moe")],
-    ids=["weight gradients that wait", "V4, some of it recomputed"],
+    [
+        ("pp.schedule=zb_v", "train.indexer_loss_weight=0.01"),
+        ("train.precision=bf16", "train.eval_interval=1", "train.eval_steps=1"),
+        ("model.name=tiny-v4", "ac.mode=full_moe"),
+    ],
+    ids=[
+        "weight gradients that wait, indexers that learn",
+        "bf16 and an evaluation",
+        "V4, some of it recomputed",
+    ],
 )
 def test_units_in_compiled_parts_have_the_bits_of_plain_ones(
     overrides, tmp_path, compiled_parts, monkeypatch
@@ -92,7 +101,7 @@ def test_a_compiled_run_is_one_whose_roundings_differ(tmp_path):
     plain = steps(tmp_path / "plain")
     compiled = steps(tmp_path / "compiled", "kernels.compile=true")
     # Engram's gate, a square root of a size, is steep at 0: it makes 3e-4 of last bits.
-    for (loss, norm), (plain_loss, plain_norm) in zip(compiled, plain, strict=True):
+    for (loss, norm, _), (plain_loss, plain_norm, _) in zip(compiled, plain, strict=True):
         assert loss == pytest.approx(plain_loss, rel=1e-5)
         assert norm == pytest.approx(plain_norm, rel=3e-4)
 
