@@ -193,12 +193,12 @@ class Reporter:
         self._progress.note(text)
 
     def finished(self, num_steps: int, saved: int, *, ran: bool) -> None:
-        """All steps are done and saved; `ran`: some of them in this start."""
+        """All steps are done, those up to `saved` saved (0: none); `ran`: some of them in this
+        start."""
         self._record.write("done", exit_code=ExitCode.DONE)
         if ran:
-            self._progress.note(
-                f"{self.run_dir.path}: step {num_steps} done, checkpoint of step {saved} saved"
-            )
+            kept = f"checkpoint of step {saved} saved" if saved else "no checkpoint"
+            self._progress.note(f"{self.run_dir.path}: step {num_steps} done, {kept}")
 
     def __enter__(self) -> Reporter:
         return self

@@ -248,7 +248,8 @@ class _Loop:
                 stops = any_rank(asked is not None, self.ranks.world_group) and done < num_steps
             interval = self.config.checkpoint.interval
             due = interval is not None and done % interval == 0
-            if stops or due or done == num_steps:
+            is_last = self.config.checkpoint.save_last and done == num_steps
+            if stops or due or is_last:
                 with self._in(f"the checkpoint of step {done}"):
                     self._save(state)
                 saved = done

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from rank_process import PRELOAD, RanksFailed, _pickled_error, _resolve
+from rank_process import PRELOAD, RanksFailed, _pickled_error, _resolve, make_warnings_errors
 
 _pools: dict[int, RankPool] = {}
 
@@ -157,7 +157,7 @@ def _serve(
         os.environ["MASTER_PORT"] = str(port)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error")
+                make_warnings_errors()
                 function, args = _resolve(call)
                 payload = pickle.dumps((function(int(environment["RANK"]), *args), None, None))
         except BaseException as error:  # whatever it is, the test process gets to see it

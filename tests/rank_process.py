@@ -8,6 +8,7 @@ process, so it outlives every rank that a test kills, and its port is chosen by 
 
 from __future__ import annotations
 
+import builtins
 import faulthandler
 import importlib.util
 import multiprocessing
@@ -18,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+import tomllib
 import traceback
 import warnings
 from collections.abc import Callable
@@ -179,6 +181,17 @@ class _Rank:
         return self.stack.read()
 
 
+def make_warnings_errors() -> None:
+    """As pytest does by the project's `filterwarnings`, in a process that pytest does not know."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    first, *others = project["tool"]["pytest"]["ini_options"]["filterwarnings"]
+    assert first == "error", first
+    warnings.simplefilter("error")
+    for line in others:
+        action, message, category = line.split(":")
+        warnings.filterwarnings(action, message, getattr(builtins, category))
+
+
 def _main(
     result: multiprocessing.connection.Connection,
     stack_path: str,
@@ -193,7 +206,7 @@ def _main(
     import torch
 
     torch.set_num_threads(1)
-    warnings.simplefilter("error")
+    make_warnings_errors()
     try:
         function, args = _resolve(call)
         outcome = (function(int(environment["RANK"]), *args), None, None)

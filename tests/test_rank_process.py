@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import warnings
 
 import pytest
 import torch
@@ -35,6 +36,18 @@ def _one_hangs(rank):
     if rank == 1:
         threading.Event().wait()
     return rank
+
+
+def _warns(rank, text, category):
+    warnings.warn(text, category, stacklevel=1)
+    return rank
+
+
+def test_ranks_take_warnings_as_tests_do(run_ranks, rank_outcomes):
+    told = "`torch.jit.script_method` is deprecated. Please switch to `torch.compile`."
+    assert run_ranks(1, _warns, told, DeprecationWarning) == [0]
+    (failed,) = rank_outcomes(1, _warns, "something new is deprecated", DeprecationWarning)
+    assert isinstance(failed.error, DeprecationWarning)
 
 
 def test_ranks_form_a_process_group_and_results_come_in_rank_order(run_ranks):

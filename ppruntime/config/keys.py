@@ -261,10 +261,13 @@ class Optim(Section, frozen=True):
 
 
 class Checkpoint(Section, frozen=True):
-    """`[checkpoint]`: when weights and optimizer are saved; the last step always is."""
+    """`[checkpoint]`: when weights and optimizer are saved."""
 
     interval: Steps | None = None
     """Steps between two checkpoints. Default: only the last step. No numerics."""
+    save_last: bool = True
+    """Save the last step too. false is for runs whose weights nobody wants, as of a bench; one that
+    is stopped is saved all the same. No numerics."""
     keep_last: Annotated[int, Meta(ge=2, le=65536)] = 3
     """Newest checkpoints that are kept. Two at least, so that one survives a failed save. No
     numerics."""

@@ -58,6 +58,19 @@ def test_a_finished_run_says_so_once_and_changes_nothing(finished, run_ranks):
     assert status_of(finished) == Status(0, "done", 4, "step-00000004", resumable=False)
 
 
+def test_a_run_whose_weights_nobody_wants_ends_without_saving_them(tmp_path, run_ranks):
+    wanted = ("pp.size=1", "train.steps=3", "checkpoint.save_last=false")
+    ((code, said, _),) = run_ranks(1, train, str(tmp_path / "run"), wanted)
+    assert code == 0
+    assert "step 3 done, no checkpoint" in said
+    assert not list((tmp_path / "run").glob("ckpt/*"))
+    # Those of an interval are.
+    wanted = (*wanted, "checkpoint.interval=2")
+    ((code, said, _),) = run_ranks(1, train, str(tmp_path / "other"), wanted)
+    assert code == 0
+    assert "step 3 done, checkpoint of step 2 saved" in said
+
+
 def test_a_directory_in_use_is_refused_on_all_ranks_and_left_alone(finished, run_ranks):
     before = (finished / "status.json").read_bytes()
     with open_run(finished):
