@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ class Compiled:
     """Global loads and stores of single bytes and half words."""
     wide_accesses: int
     """Those of 16 bytes, TMA not counted."""
+    ptx: str = field(repr=False)
+    """What Triton gave to ptxas: there fences and scopes stand as they are meant."""
 
 
 @contextmanager
@@ -128,6 +130,7 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Com
         len(re.findall(_PRODUCT, code)),
         len(re.findall(r"(?:LDG|STG)\.E\.[US](?:8|16)", code)),
         len(re.findall(r"(?:LDG|STG)\.E(?:\.\w+)*\.128", code)),
+        binary.asm["ptx"],
     )
 
 
