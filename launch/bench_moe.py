@@ -36,13 +36,14 @@ def main() -> int:
     parser.add_argument("--compile", type=int, metavar="WORKER", help=argparse.SUPPRESS)
     arguments, more = parser.parse_known_args()
     if arguments.compile is not None:
-        return compile_share(arguments.compile)
+        return compile_share(arguments.compile, arguments.shapes)
     if arguments.ranks > 1:
         return _over_ranks(arguments, more)
     if more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     begin = time.monotonic()
     command = [sys.executable, "-m", "ppruntime.launch.bench_moe", "--out", str(arguments.out)]
+    command += ["--shapes", *arguments.shapes]
     workers = [subprocess.Popen([*command, "--compile", str(worker)]) for worker in range(WORKERS)]
     codes = [worker.wait() for worker in workers]
     print(f"compiled in {time.monotonic() - begin:.0f} s, exit codes {codes}", flush=True)

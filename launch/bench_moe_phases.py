@@ -48,6 +48,8 @@ class ExpertPhases(Recorder):
         self.generator = generator
 
     def run(self, shapes: Sequence[str] = SHAPES) -> None:
+        import torch
+
         from ppruntime.models.kernels import quantize
 
         self.fp8_13, self.fp8_13t = quantize.quantize_blocks(self.w13, transposed=True)
@@ -62,7 +64,10 @@ class ExpertPhases(Recorder):
         }, num_bytes=2 * num, repetitions=3)  # fmt: skip
         made = routings()
         for shape in shapes:
+            torch.cuda.reset_peak_memory_stats()
             self.shape(shape, *made[shape])
+            peak = torch.cuda.max_memory_allocated() / 1e9
+            self.notes.append(f"{shape}: at most {peak:.1f} GB allocated")
 
     def _quantize_weights(self, transposed: bool) -> None:
         from ppruntime.models.kernels import quantize

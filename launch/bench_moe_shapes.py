@@ -35,44 +35,84 @@ def weight_shapes() -> dict[str, tuple[int, int]]:
     return {"wgrad W13": (2 * WIDTH, HIDDEN), "wgrad W2": (HIDDEN, WIDTH)}
 
 
-def compile_share(worker: int) -> int:
+def compile_share(worker: int, shapes: Sequence[str]) -> int:
     """Runs this worker's share of the kernels once, so that they lie in the caches on disk."""
     import torch
 
-    from ppruntime.models.kernels import deep_gemm, grouped_gemm, moe_layout, quantize
-    from ppruntime.models.kernels.expert_backends import ExpertBackend, unavailable_reason
-
-    experts = torch.arange(EXPERTS, device="cuda").view(-1, 1)
-    small = moe_layout.expert_layout(experts, EXPERTS)
-    multiply, add = grouped_gemm.grouped_gemm, grouped_gemm.grouped_weight_grad
-    tasks: list[Callable[[], object]] = [_run_layer]
-    if unavailable_reason(ExpertBackend.DEEP_GEMM) is None:
-        # It chooses its tiles by the numbers of rows and experts: the real ones.
-        for name in ("balanced", "ep48", "ep96"):
-            routing = routings()[name]
-            layout = moe_layout.expert_layout(routing.experts_NK, routing.num_experts)
-            for shape in gemm_shapes().values():
-                tasks += [partial(_run_gemm, deep_gemm.grouped_gemm, shape, layout)]
-            for shape in weight_shapes().values():
-                run = partial(_run_weight_grad, deep_gemm.grouped_weight_grad, shape, layout)
-                tasks += [partial(run, 1), partial(run, 2)]
-    on_hopper = quantize.on_hopper(experts)
-    gluon = [grouped_gemm.HOPPER_TILE] if on_hopper else []
-    for shape in gemm_shapes().values():
-        for tile in (*gluon, *tiles_of(FORWARD_TILES)):
-            tasks += [partial(_run_gemm, partial(multiply, tile=tile), shape, small)]
-    gluon = [grouped_gemm.HOPPER_WEIGHT_GRAD_TILE] if on_hopper else []
-    for name, shape in weight_shapes().items():
-        for tile in (*gluon, *tiles_of(WEIGHT_GRAD_TILES)):
-            run = partial(_run_weight_grad, partial(add, tile=tile), shape, small)
-            tiles = (False, True) if name == "wgrad W13" else (True, False)
-            tasks += [partial(run, num) for num in (1, 2)]
-            tasks += [partial(run, num, tiles=tiles) for num in (1, 2)]
-    for task in tasks[worker::WORKERS]:
-        task()
+    for run in kernel_runs(shapes)[worker::WORKERS]:
+        run()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     return 0
+
+
+def kernel_runs(shapes: Sequence[str], device: str = "cuda") -> list[Callable[[], object]]:
+    """One run of every kernel that takes seconds to compile and that the bench of these shapes
+    launches, as it launches it; those that take longest first.
+
+    Triton has another kernel for a number of experts that 16 does not divide, deep_gemm for every
+    number, with tiles chosen by rows."""
+    from ppruntime.models.kernels import moe_layout
+    from ppruntime.models.kernels.expert_backends import ExpertBackend, unavailable_reason
+
+    made = {name: routed for name, routed in routings(device).items() if name in shapes}
+    by_number = {routed.num_experts: routed for routed in made.values()}
+    numbers = {num % 16 == 0: num for num in by_number}.values()
+    with_deep_gemm = unavailable_reason(ExpertBackend.DEEP_GEMM) is None
+    runs: list[Callable[[], object]] = [
+        partial(_run_layer, num, tiles) for num in numbers for tiles in (False, True)
+    ]
+    for num, routed in by_number.items():
+        if with_deep_gemm:
+            runs += _runs_of_deep_gemm(moe_layout.expert_layout(routed.experts_NK, num))
+    for num in numbers:
+        all_tiles = "balanced" in made and num == EXPERTS
+        counts = (4, 3, 2, 1) if with_deep_gemm else (4, 2, 1)
+        runs += _runs_of_own_kernels(num, device, counts, all_tiles=all_tiles)
+    return runs
+
+
+def _runs_of_deep_gemm(layout: Any) -> Iterator[Callable[[], object]]:
+    from ppruntime.models.kernels import deep_gemm
+
+    for shape in gemm_shapes().values():
+        yield partial(_run_gemm, deep_gemm.grouped_gemm, shape, layout)
+    for shape in weight_shapes().values():
+        yield partial(_run_weight_grads, deep_gemm.grouped_weight_grad, shape, layout, (1, 2, 4))
+
+
+def _runs_of_own_kernels(
+    num_experts: int, device: str, counts: Sequence[int], *, all_tiles: bool
+) -> Iterator[Callable[[], object]]:
+    """With few rows. `counts`: micro-batches whose weight gradients are added at once."""
+    import torch
+
+    from ppruntime.models.kernels import grouped_gemm, moe_layout, quantize, swiglu
+
+    experts = torch.arange(num_experts, device=device).view(-1, 1)
+    small, on_hopper = moe_layout.expert_layout(experts, num_experts), quantize.on_hopper(experts)
+    usual, sms = grouped_gemm.WEIGHT_GRAD_TILE, grouped_gemm.all_sms(experts)
+    tiles = list(tiles_of(WEIGHT_GRAD_TILES)) if all_tiles else [usual]
+    tiles += [grouped_gemm.HOPPER_WEIGHT_GRAD_TILE] if on_hopper else []
+    for name, shape in weight_shapes().items():
+        scales = (False, True) if name == "wgrad W13" else (True, False)
+        for tile in tiles:
+            add = partial(grouped_gemm.grouped_weight_grad, tile=tile)
+            for count in counts:
+                if count != 3 or tile is tiles[-1]:  # three by a layer's own way alone
+                    yield partial(_run_weight_grads, add, shape, small, (count,))
+                if count != 3:
+                    yield partial(_run_weight_grads, add, shape, small, (count,), scales)
+        if all_tiles:
+            stays = partial(grouped_gemm.grouped_weight_grad, tile=usual, gemm_sms=sms)
+            yield partial(_run_weight_grads, stays, shape, small, (1, 2, 4), scales)
+    tiles = list(tiles_of(FORWARD_TILES)) if all_tiles else [grouped_gemm.FORWARD_TILE]
+    tiles += [grouped_gemm.HOPPER_TILE] if on_hopper else []
+    for tile in tiles:
+        multiply = partial(grouped_gemm.grouped_gemm, tile=tile)
+        for shape in gemm_shapes().values():
+            yield partial(_run_gemm, multiply, shape, small)
+    yield partial(_run_swiglu_backward, small, swiglu.TRITON_BACKWARD)
 
 
 def _run_gemm(function: Callable[..., object], shape: tuple[int, int], layout: Any) -> None:
@@ -80,20 +120,21 @@ def _run_gemm(function: Callable[..., object], shape: tuple[int, int], layout: A
 
     from ppruntime.models.kernels.quantize import Quantized, pool_rows_like
 
-    (outs, ins), num = shape, len(layout.count_E)
+    (outs, ins), num, device = shape, len(layout.count_E), layout.pair_P.device
     x = pool_rows_like(layout.pair_P, layout.num_rows, ins)
-    data = torch.zeros(num, outs, ins, device="cuda", dtype=torch.uint8)
-    scale = torch.ones(num, outs // 128, ins // 128, device="cuda")
+    data = torch.zeros(num, outs, ins, device=device, dtype=torch.uint8)
+    scale = torch.ones(num, outs // 128, ins // 128, device=device)
     function(x, Quantized(data.view(torch.float8_e4m3fn), scale), layout)
 
 
-def _run_weight_grad(
+def _run_weight_grads(
     function: Callable[..., object],
     shape: tuple[int, int],
     layout: Any,
-    num: int,
+    counts: Sequence[int],
     tiles: tuple[bool, bool] = (False, False),
 ) -> None:
+    """Of so many micro-batches at once, one number after another."""
     import torch
 
     from ppruntime.models.kernels.grouped_gemm import WeightGradOperands
@@ -103,11 +144,25 @@ def _run_weight_grad(
         columns_like(layout.pair_P, layout.num_rows, channels, tile_scales=tiled)
         for channels, tiled in zip(shape, tiles, strict=True)
     )
-    accumulator = torch.zeros(len(layout.count_E), *shape, device="cuda")
-    function(accumulator, [WeightGradOperands(left, right, layout)] * num)
+    accumulator = torch.zeros(len(layout.count_E), *shape, device=layout.pair_P.device)
+    for count in counts:
+        function(accumulator, [WeightGradOperands(left, right, layout)] * count)
 
 
-def _run_layer() -> None:
+def _run_swiglu_backward(layout: Any, tile: Any) -> None:
+    import torch
+
+    from ppruntime.models.kernels.swiglu import swiglu_backward
+
+    z, grad = (
+        torch.zeros(layout.num_rows, width, device=layout.pair_P.device, dtype=torch.bfloat16)
+        for width in (2 * WIDTH, WIDTH)
+    )
+    weights = torch.ones(layout.row_NK.shape, device=layout.pair_P.device)
+    swiglu_backward(z, grad, weights, layout, 10.0, power_of_two=False, tile=tile)
+
+
+def _run_layer(num_experts: int, tiles: bool) -> None:
     """Every other kernel, at the real widths and with few tokens."""
     import torch
     from msgspec.structs import replace
@@ -115,17 +170,16 @@ def _run_layer() -> None:
     from ppruntime.models.dims import preset
     from ppruntime.models.fp8_experts import Fp8Experts, Fp8Options
 
-    dims = replace(preset("v41-flash"), num_experts=EXPERTS)
-    for tiles in (False, True):
-        options = Fp8Options(wgrad_tile_scales=tiles, fp8_transposed_on_demand=tiles)
-        experts = Fp8Experts(dims, options, device="cuda", dtype=torch.bfloat16)
-        torch.nn.init.zeros_(experts.gate_up.weight)
-        torch.nn.init.zeros_(experts.down.weight)
-        for per_token in (PER_TOKEN, 1):
-            x = torch.zeros(64, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            routing = torch.arange(64 * per_token, device="cuda").view(64, per_token) % EXPERTS
-            weights = torch.ones(64, per_token, device="cuda", requires_grad=True)
-            experts(x, routing, weights).sum().backward()
+    dims = replace(preset("v41-flash"), num_experts=num_experts)
+    options = Fp8Options(wgrad_tile_scales=tiles, fp8_transposed_on_demand=tiles)
+    experts = Fp8Experts(dims, options, device="cuda", dtype=torch.bfloat16)
+    torch.nn.init.zeros_(experts.gate_up.weight)
+    torch.nn.init.zeros_(experts.down.weight)
+    for per_token in (PER_TOKEN, 1) if num_experts == EXPERTS else (1,):
+        x = torch.zeros(64, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        routing = torch.arange(64 * per_token, device="cuda").view(64, per_token) % num_experts
+        weights = torch.ones(64, per_token, device="cuda", requires_grad=True)
+        experts(x, routing, weights).sum().backward()
 
 
 class Routed(NamedTuple):

@@ -31,8 +31,8 @@ group linears 0 $m/test_linear.py $m/test_fp8_linear.py $m/test_fp8_linear_rotat
     $m/test_fp8_linear_gpu.py $m/test_kernel_grouped_gemm.py $m/test_kernel_moe_layout.py &
 group fp8 0 $m/test_kernel_fp8_gpu.py $m/test_kernel_hopper_products_gpu.py \
     $m/test_kernel_fp8_quantize.py $m/test_kernel_fp8_experts.py &
-group mega 0 $m/test_kernel_mega_moe.py $m/test_kernel_mega_moe_counts.py $m/test_mega_moe.py \
-    $m/test_mega_moe_soak.py &
+group mega 0 $m/test_kernel_mega_moe.py $m/test_kernel_mega_moe_counts.py $m/test_mega_moe.py &
+group soak-played $last $m/test_mega_moe_soak.py &
 group small 0 $m/test_kernel_mhc.py $m/test_head.py $m/test_single_stream.py \
     $m/test_kernel_engram.py $m/test_kernel_routing.py $m/test_shared_swiglu.py $m/test_norm.py $m/test_wide_linear.py \
     tests/bench/test_gpu_clock.py &

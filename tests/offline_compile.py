@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,8 @@ class Compiled:
     copies_moved: tuple[str, ...]
     """Where threads write one value, of which each holds a copy, to one place in shared memory, as
     "file.py:12": no matter while the copies are the same to the bit."""
+    ptx: str = field(repr=False)
+    """What Triton gave to ptxas: there fences and scopes stand as they are meant."""
 
 
 @contextmanager
@@ -134,6 +136,7 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Com
         len(re.findall(r"(?:LDG|STG)\.E\.[US](?:8|16)", code)),
         len(re.findall(r"(?:LDG|STG)\.E(?:\.\w+)*\.128", code)),
         _copies_moved(binary.asm["ttgir"]),
+        binary.asm["ptx"],
     )
 
 

@@ -72,20 +72,20 @@ class FoundRows(NamedTuple):
 
 @triton.jit
 def wait_until(word_ptr, wanted, error_ptr, code, limit, SCOPE: tl.constexpr):
-    """Until the word has reached `wanted`; then what was written before it was is visible. After
-    `limit` writes `code` to the error word."""
+    """Until the word has reached `wanted`, less than 2^31 away; then what was written before it was
+    is visible. After `limit` writes `code` to the error word."""
     seen = tl.atomic_add(word_ptr, 0, sem="acquire", scope=SCOPE)
-    if seen < wanted:
+    if wanted - seen > 0:
         begin = _now(0)
         polls = 0
         failed = tl.atomic_add(error_ptr, 0, sem="relaxed", scope="gpu")
         waited = begin - begin
-        while (seen < wanted) & (failed == 0) & (waited < limit):
+        while (wanted - seen > 0) & (failed == 0) & (waited < limit):
             seen = tl.atomic_add(word_ptr, 0, sem="acquire", scope=SCOPE)
             failed = tl.atomic_add(error_ptr, 0, sem="relaxed", scope="gpu")
             polls += 1
             waited = _now(polls) - begin
-        if seen < wanted:
+        if wanted - seen > 0:
             tl.atomic_cas(error_ptr, 0, code, sem="relaxed", scope="gpu")  # the first one stays
 
 
@@ -134,15 +134,20 @@ def _meet(
 def meet(
     peers: Peers, words_offset: int, epoch: int, *, arrive: bool = True, wait: bool = True
 ) -> None:
-    """Tells every rank that this one has come to `epoch`, and waits for theirs. Epochs only grow.
+    """Tells every rank that this one has come to `epoch`, and waits for theirs. Epochs only grow; a
+    word has their last 32 bits.
 
     One word per rank in every arena, `words_offset` bytes in. Ranks that one process plays arrive
     first, all of them, and wait after that.
     """
     _meet[(1,)](
-        peers.bases_P, peers.error, words_offset, epoch, peers.limit, peers.rank,
+        peers.bases_P, peers.error, words_offset, _as_int32(epoch), peers.limit, peers.rank,
         peers.num_ranks, arrive, wait, num_warps=1,
     )  # fmt: skip
+
+
+def _as_int32(number: int) -> int:
+    return (number + 2**31) % 2**32 - 2**31
 
 
 @triton.jit

@@ -9,11 +9,12 @@ import sys
 
 import pytest
 import torch
+from fp8_cases import DEVICE
 
 from ppruntime.config import ConfigError, load
 from ppruntime.launch.bench_moe_pairs import USUAL, splits
 from ppruntime.launch.bench_moe_ranks import _BASE, chosen, variants
-from ppruntime.launch.bench_moe_shapes import SHAPES, routings
+from ppruntime.launch.bench_moe_shapes import SHAPES, gemm_shapes, kernel_runs, routings
 
 SMALL = (
     "model.hidden_size=128",
@@ -53,6 +54,36 @@ def test_shapes_have_the_rows_and_experts_that_a_rank_of_so_many_gets():
     assert rows["ep96"] == [24_576] * 4
     assert len(rows["random"]) == 48
     assert sum(rows["random"]) == 49_152
+
+
+def _compiled(shapes):
+    """What is run beforehand, by kind: sizes, numbers of experts, and for weight gradients of how
+    many micro-batches."""
+    gemms, grads, layers = [], [], []
+    for run in kernel_runs(shapes, DEVICE):
+        if run.func.__name__ == "_run_gemm":
+            _, shape, layout = run.args
+            gemms.append((shape, len(layout.count_E)))
+        elif run.func.__name__ == "_run_weight_grads":
+            _, shape, layout, counts, *_ = run.args
+            grads += [(shape, len(layout.count_E), count) for count in counts]
+        elif run.func.__name__ == "_run_layer":
+            layers.append(run.args)
+    return gemms, grads, layers
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="deep_gemm's runs would be among them")
+def test_kernels_are_compiled_beforehand_for_the_shapes_asked_for_and_for_these_alone():
+    """Triton has another kernel where 16 does not divide the number of experts."""
+    gemms, grads, layers = _compiled(["ep48", "ep96"])
+    assert sorted(shape for shape, _ in gemms) == sorted(gemm_shapes().values())
+    assert {num % 16 == 0 for _, num in gemms} == {num % 16 == 0 for _, num, _ in grads} == {False}
+    assert {count for *_, count in grads} == {1, 2, 4}
+    assert [tiles for _, tiles in layers] == [False, True]
+    of_all = _compiled(SHAPES)
+    assert {num % 16 == 0 for _, num in of_all[0]} == {True, False}
+    assert len(of_all[1]) > 2 * len(grads)
+    assert len(of_all[2]) == 4
 
 
 @pytest.mark.long

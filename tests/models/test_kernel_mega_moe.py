@@ -302,6 +302,20 @@ def test_a_meeting_ends_when_all_have_come_and_not_with_an_old_word():
     assert error_text([0, 0], (4, 5)) is None
 
 
+@pytest.mark.parametrize("met", [0, 1, 2, 3])
+def test_ranks_still_wait_for_each_other_when_their_words_begin_again(met):
+    """After 2^31 meetings; one rank comes once more than the other."""
+    arenas = two_arenas()
+    for arena in arenas:
+        arena._epoch = 2**31 - 3
+    for _ in range(met):
+        meet(arenas)
+    assert [arena.error.item() for arena in arenas] == [0, 0]
+    arenas[1].meet()
+    assert arenas[1].num_meetings == 2**31 - 2 + met
+    assert [arena.error.item() for arena in arenas] == [0, 1]
+
+
 @pytest.mark.skipif(ON_GPU, reason="its limit is polls")
 def test_a_product_whose_rows_never_come_ends_and_later_waits_end_at_once():
     group = Group(*CASES["a few rows"])

@@ -1,27 +1,119 @@
-"""The fused MoE layer's kernels as Hopper code: tensor-core products, 16-byte copies, no spills."""
+"""The fused MoE layer's kernels as Hopper code: tensor-core products, 16-byte copies, no spills;
+what says that rows are there comes after them."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.compiles]
 TESTS = Path(__file__).parent.parent
+CHECKS = ("code", "order")
 
 
-def test_kernels_compile_for_hopper_without_spills():
+@pytest.mark.slow
+@pytest.mark.compiles
+@pytest.mark.parametrize("check", CHECKS)
+def test_kernels_compile_for_hopper_without_spills_and_with_flags_in_order(check):
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     run = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=250
-    )
+        [sys.executable, __file__, check],
+        env=environment, capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     print(run.stdout)
 
 
-def _compile_all():
+EVENTS = {
+    "acquire": r"(?:ld|atom)\S*\.acquire\S*",
+    "release": r"\S+\.release\.\S+",
+    "fence": r"fence\.proxy\.async\.global",
+    "barrier": r"bar(?:\.warp)?\.sync",
+    "copy": r"cp\.async\.bulk\.tensor\S+shared::cta\.global\S*",
+    "store": r"st\.global\S*",
+    "load": r"ld\.global\S*",
+}
+
+
+def events(ptx):
+    """What the order of memory depends on, from top to bottom: (kind, instruction)."""
+    pattern = "|".join(f"(?P<{kind}>{text})" for kind, text in EVENTS.items())
+    return [(m.lastgroup, m[0]) for m in re.finditer(rf"(?<![\w.])(?:{pattern})", ptx)]
+
+
+def out_of_order(ptx):
+    """What may be seen before what it stands for: a sentence each."""
+    wrong, stored, acquired = [], [], False
+    for kind, text in events(ptx):
+        if kind in ("load", "store") and ".nc" in text:
+            wrong.append(f"{text} takes no part in any order")
+        if kind == "store":
+            stored = ["fence", "barrier"]
+        elif stored and kind == stored[0]:
+            stored = stored[1:]
+        if kind == "release" and stored:
+            wrong.append(f"{text} with no {' and '.join(stored)} since the last store")
+        if kind == "acquire":
+            acquired = True
+        if kind == "fence":
+            acquired = False
+        if kind == "copy" and acquired:
+            wrong.append(f"{text} with no fence since the flag was seen")
+    return wrong
+
+
+PULLS = """
+    @%p1 st.global.v4.b32 [ %rd1 + 0 ], { %r1, %r2, %r3, %r4 };
+    fence.proxy.async.global; mov.u32 %r5, 0;
+    bar.sync 	0;
+    @%p2 atom.global.gpu.release.add.u32 %r6, [ %rd2 + 0 ], 1;
+"""
+MULTIPLIES = """
+    @%p1 ld.global.gpu.acquire.b32 %r1, [ %rd1 + 0 ];
+    fence.proxy.async.global; mov.u32 %r2, 0;
+    @%p2 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r3], [%rd2];
+"""
+
+
+def test_flags_that_say_too_much_are_found():
+    assert out_of_order(PULLS) == out_of_order(MULTIPLIES) == []
+    for text, line in ((PULLS, 2), (PULLS, 3), (MULTIPLIES, 2)):
+        without = [part for i, part in enumerate(text.splitlines()) if i != line]
+        assert len(out_of_order("\n".join(without))) == 1, text.splitlines()[line]
+    swapped = PULLS.splitlines()
+    swapped[1], swapped[2] = swapped[2], swapped[1]
+    assert len(out_of_order("\n".join(swapped))) == 1
+    assert len(out_of_order("ld.global.nc.b32 %r1, [%rd1];")) == 1
+
+
+def _check_order(ranks, passes, products):
+    """Of kernels that are compiled: `ranks` meet; rows are brought, and multiplied when they are
+    there."""
+    waiting = 0
+    for kernel in (*passes, *products):
+        assert not out_of_order(kernel.ptx), (kernel.name, out_of_order(kernel.ptx))
+        found = events(kernel.ptx)
+        releases = [text for kind, text in found if kind == "release"]
+        acquires = [text for kind, text in found if kind == "acquire"]
+        scope = ".sys" if kernel.name == "_meet" else ".gpu"
+        assert all(scope in text for text in (*releases, *acquires)), kernel.name
+        if kernel.name == "_meet":
+            assert len(releases) == ranks
+            assert len(acquires) >= ranks
+        elif kernel.name.startswith("_pull"):
+            assert releases
+            assert not acquires
+        else:
+            assert not releases
+            assert not acquires or kernel in products, kernel.name
+        waiting += bool(acquires) and kernel in products
+    return waiting
+
+
+def _compile_all(check):
     import torch
     from offline_compile import captured
 
@@ -98,6 +190,11 @@ def _compile_all():
                 meta(rows, hidden), meta(here, hidden, width), layout,
                 turned=True, gemm_sms=112, **waits,
             )  # fmt: skip
+    if check == "order":
+        # L1 in FP8, by either kernel, and in bf16; gradients by W2 turned; each with its helpers.
+        waiting = _check_order(ranks, passes, (*products, *stays))
+        assert waiting == 8, waiting
+        return
     for kernel in (*passes, *products, *stays):
         print(kernel)
     assert len(stays) >= 2
@@ -118,4 +215,4 @@ def _compile_all():
 
 
 if __name__ == "__main__":
-    _compile_all()
+    _compile_all(sys.argv[1])
