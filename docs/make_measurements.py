@@ -431,15 +431,39 @@ _ATTENTION_BARS = {
 """(pass, whether by the library's packages) -> TFLOP/s."""
 
 
+EXPERT_SHAPES = {
+    "balanced": "49,152 rows over 48 experts",
+    "ep48": "98,304 rows over 8 experts, as over 48 ranks",
+    "ep96": "98,304 rows over 4 experts, as over 96 ranks",
+}
+"""Routings of `bench moe` on one GPU."""
+
+
 def moe(record: dict[str, Any]) -> str:
-    """Experts: per phase the fastest variant of each backend, balanced routing; or over ranks."""
+    """Experts: per phase the fastest variant of each backend, a table a shape; or over ranks."""
     if "ranks" in record:
         return _moe_over_ranks(record)
+    checks = record["checks"]
+    parts = [
+        "## FP8 experts\n\nOne routed layer on one GPU, dim 5120, width 2304; the fastest variant"
+        " of each kind of kernel, that of gluon's weight gradients with scales of tiles; a whole"
+        " layer of `triton` runs the fastest own ones."
+        f" {sum(c['passed'] for c in checks)} of {len(checks)} numeric checks passed."
+    ]
+    for shape, text in EXPERT_SHAPES.items():
+        rows = [row for row in record["rows"] if row["shape"] == shape]
+        if rows:
+            parts.append(f"{text[0].upper()}{text[1:]}:\n\n{_experts(rows)}".rstrip())
+    return "\n\n".join(parts) + "\n"
+
+
+def _experts(rows: Sequence[dict[str, Any]]) -> str:
+    """Phases of one shape."""
     backends = ("gluon", "triton", "deep_gemm", "bf16 torch")
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in record["rows"]:
+    for row in rows:
         backend = next((b for b in backends if row["variant"].startswith(b)), None)
-        if row["shape"] != "balanced" or backend is None:
+        if backend is None:
             continue
         best = found.setdefault(row["phase"], {})
         if backend not in best or row["median_ms"] < best[backend]["median_ms"]:
@@ -458,21 +482,12 @@ def moe(record: dict[str, Any]) -> str:
             return ()
         return (_number(fastest["floor_ms"], 2), _number(fastest["ratio_to_floor"], 2))
 
-    rows = (
+    lines = (
         (phase, *(cell(best.get(b)) for b in backends), *floors(best))
         for phase, best in found.items()
     )
-    has_floors = any("floor_ms" in row for row in record["rows"])
-    more = ("floor ms", "fastest, x floor") if has_floors else ()
-    head = ("phase", *(f"{b}, TFLOP/s" for b in backends), *more)
-    checks = record["checks"]
-    note = (
-        "One routed layer on one GPU, 49,152 rows over 48 experts, dim 5120, width 2304; the"
-        " fastest variant of each kind of kernel; a whole layer of `triton` runs the fastest own"
-        f" ones. {sum(c['passed'] for c in checks)} of {len(checks)}"
-        " numeric checks passed."
-    )
-    return f"## FP8 experts\n\n{note}\n\n{_table(head, rows)}"
+    more = ("floor ms", "fastest, x floor") if any("floor_ms" in row for row in rows) else ()
+    return _table(("phase", *(f"{b}, TFLOP/s" for b in backends), *more), lines)
 
 
 def _moe_over_ranks(record: dict[str, Any]) -> str:
