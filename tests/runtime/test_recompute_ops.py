@@ -1,0 +1,154 @@
+"""Lists of ops by name: with kernels in the interpreter and FP8 in torch, the bits of no recompute,
+and of each op that is named no second run."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from whole_model import build_units, named_grads, random_batch, run
+
+from ppruntime.models.attention_kernels import set_kernels
+from ppruntime.models.dims import ModelDims, changed, preset
+from ppruntime.models.engram_kernels import engram_kernels
+from ppruntime.models.fp8_experts import Fp8Options
+from ppruntime.models.fp8_linear import Fp8LinearOptions, convert_linears
+from ppruntime.models.kernel_limits import Backend
+from ppruntime.models.kernels.attention_backends import Choice, attention_kernels
+from ppruntime.models.kernels.expert_backends import ExpertBackend
+from ppruntime.models.kernels.fp8_linear_backends import LinearBackend
+from ppruntime.models.moe import MoEOptions
+from ppruntime.models.moe_kernels import moe_kernels
+from ppruntime.models.residual import residual
+from ppruntime.models.save_points import SAVE_NAMES, SavePoint, is_kept, op_name
+from ppruntime.models.units import Unit
+from ppruntime.wrap import wrap_units
+
+LAYERS = 3
+"""A window, a window with Engram, and one that compresses keys and selects."""
+CPU = torch.device("cpu")
+TRITON = Choice(
+    attention=Backend.TRITON,
+    indexer=Backend.TRITON,
+    rope=Backend.TRITON,
+    grouped_output=Backend.LIBRARY,
+    norm=Backend.TRITON,
+)
+
+
+def small(name: str = "tiny", **changes: object) -> ModelDims:
+    sizes = {"num_heads": 16, "head_dim": 32, "rope_dim": 8, "sinkhorn_iters": 2}
+    return changed(preset(name), **{**sizes, **changes})
+
+
+def kernels(dims: ModelDims) -> list[Unit]:
+    """All that Triton's interpreter runs, in fp32."""
+    moe = MoEOptions(kernels=moe_kernels("triton", "triton", CPU, torch.float32))
+    units = build_units(dims, 3, moe=moe)[: 1 + 2 * LAYERS]
+    for unit in units[1:]:
+        set_kernels(unit, attention_kernels(TRITON))
+        unit.residual = residual("triton", CPU, dims.residual_type)
+        if getattr(unit, "engram", None) is not None:
+            unit.engram.kernels = engram_kernels("triton", CPU)
+    return units
+
+
+def in_fp8(dims: ModelDims) -> list[Unit]:
+    """FP8 experts and linears as plain PyTorch has them, bf16 products of compressors and routers
+    by BLAS, and turned queries."""
+    moe = MoEOptions(
+        fp8=Fp8Options(backend=ExpertBackend.REFERENCE),
+        kernels=moe_kernels("reference", "library", CPU, torch.bfloat16),
+    )
+    units = build_units(dims, 3, torch.bfloat16, moe=moe)[: 1 + 2 * LAYERS]
+    for unit in units[1:]:
+        chosen = Choice(rope=Backend.TRITON, compressor=Backend.LIBRARY)
+        set_kernels(unit, attention_kernels(chosen))
+        convert_linears(unit, Fp8LinearOptions(backend=LinearBackend.REFERENCE))
+    return units
+
+
+WIDE = {"hidden_size": 256, "expert_width": 128, "q_lora_rank": 128, "o_lora_rank": 64}
+CASES = {
+    "reference": (lambda dims: build_units(dims, 3)[: 1 + 2 * LAYERS], small()),
+    "kernels": (kernels, small()),
+    "one stream": (kernels, small(residual_type="gated")),
+    "v4": (kernels, small("tiny-v4")),
+    "fp8": (in_fp8, small(**WIDE)),
+}
+
+
+class Count(TorchDispatchMode):
+    """Counts the ops that really run, by the name that a list has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if is_kept(_ANY, func.name()):
+            self.runs[op_name(func.name())] += 1
+        return func(*args, **(kwargs or {}))
+
+
+_ANY = frozenset(SAVE_NAMES)
+
+
+def step(
+    case: str, kept: frozenset[str] | None
+) -> tuple[dict[str, torch.Tensor], Counter, Counter]:
+    """Gradients, and how often ops ran in the forward and in the backward. None: no recompute."""
+    build, dims = CASES[case]
+    units = build(dims)
+    wrap_units(
+        units,
+        recompute=[None, *[kept] * (len(units) - 1)],
+        sharding=None,
+        fp32_names=[()] * len(units),
+    )
+    with Count() as forward:
+        carry = run(units, random_batch(dims, 2, [(7, 9)]))
+        weights = torch.linspace(-1, 1, carry.streams.numel()).view_as(carry.streams)
+        loss = (carry.streams.float() * weights).sum() + carry.balance_loss
+    with Count() as backward:
+        loss.backward()
+    return {"loss": loss.detach(), **named_grads(units)}, forward.runs, backward.runs
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Of each case, a step without recompute."""
+    return {case: step(case, None) for case in CASES}
+
+
+def assert_same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        assert torch.equal(grad, expected[name]), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_op_that_is_named_does_not_run_again_and_all_others_do(case, plain):
+    expected, ran, by_itself = plain[case]
+    for name in sorted(ran):
+        grads, forward, backward = step(case, frozenset({name}))
+        assert forward == ran
+        assert_same_bits(grads, expected)
+        for other, number in ran.items():
+            again = backward[other] - by_itself[other]
+            assert again == (0 if other == name else number), f"{other}, with {name} kept"
+
+
+NAMES = sorted({op for op in SAVE_NAMES if op not in [*SavePoint]})
+LISTS = st.frozensets(st.sampled_from([*NAMES, *SavePoint]), min_size=2)
+
+
+@settings(max_examples=12, deadline=None)
+@given(case=st.sampled_from([*CASES]), names=LISTS)
+def test_any_list_has_the_bits_of_no_recompute(case, names, plain):
+    grads, _, _ = step(case, names)
+    assert_same_bits(grads, plain[case][0])
