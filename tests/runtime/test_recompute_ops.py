@@ -3,16 +3,23 @@ and of each op that is named no second run."""
 
 from __future__ import annotations
 
+import gc
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measured_activations import bytes_left_behind
 from torch.utils._python_dispatch import TorchDispatchMode
 from whole_model import build_units, named_grads, random_batch, run
 
+from ppruntime.config import load
+from ppruntime.memory import activation_bytes
 from ppruntime.models.attention_kernels import set_kernels
+from ppruntime.models.carry import Carry
 from ppruntime.models.dims import ModelDims, changed, preset
 from ppruntime.models.engram_kernels import engram_kernels
 from ppruntime.models.fp8_experts import Fp8Options
@@ -21,13 +28,18 @@ from ppruntime.models.kernel_limits import Backend
 from ppruntime.models.kernels.attention_backends import Choice, attention_kernels
 from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.models.kernels.fp8_linear_backends import LinearBackend
+from ppruntime.models.linear import WeightGradQueue
 from ppruntime.models.moe import MoEOptions
 from ppruntime.models.moe_kernels import moe_kernels
 from ppruntime.models.residual import residual
 from ppruntime.models.save_points import SAVE_NAMES, SavePoint, is_kept, op_name
 from ppruntime.models.units import Unit
+from ppruntime.plan import StagePlan
+from ppruntime.recompute import kept_points
+from ppruntime.stage import Stage
 from ppruntime.wrap import wrap_units
 
+TINY = Path(__file__).parents[2] / "launch" / "configs" / "tiny.toml"
 HALVES = ("layers.1.attn", "layers.1.moe", "layers.2.attn")
 """Of V4.1: a window with Engram, experts, and keys compressed and selected."""
 V4_HALVES = ("layers.2.attn", "layers.2.moe", "layers.3.attn")
@@ -43,9 +55,13 @@ TRITON = Choice(
 
 
 def small(name: str = "tiny", **changes: object) -> ModelDims:
-    sizes = {"num_heads": 16, "head_dim": 32, "rope_dim": 8, "sinkhorn_iters": 1}
-    sizes |= {"hidden_size": 32, "num_streams": 2, "q_lora_rank": 16, "expert_width": 16}
-    return changed(preset(name), **{**sizes, **changes})
+    return changed(preset(name), **{**_SIZES, **changes})
+
+
+_SIZES = {
+    **{"num_heads": 16, "head_dim": 32, "rope_dim": 8, "sinkhorn_iters": 1},
+    **{"hidden_size": 32, "num_streams": 2, "q_lora_rank": 16, "expert_width": 16},
+}
 
 
 def some_units(dims: ModelDims, dtype: torch.dtype = torch.float32, **options) -> list[Unit]:
@@ -55,10 +71,10 @@ def some_units(dims: ModelDims, dtype: torch.dtype = torch.float32, **options) -
     return [unit for unit in units if unit.spec.name in names]
 
 
-def kernels(dims: ModelDims) -> list[Unit]:
-    """All that Triton's interpreter runs, in fp32."""
-    moe = MoEOptions(kernels=moe_kernels("triton", "triton", CPU, torch.float32))
-    units = some_units(dims, moe=moe)
+def kernels(dims: ModelDims, dtype: torch.dtype = torch.float32) -> list[Unit]:
+    """All that Triton's interpreter runs."""
+    moe = MoEOptions(kernels=moe_kernels("triton", "triton", CPU, dtype))
+    units = some_units(dims, dtype, moe=moe)
     for unit in units[1:]:
         set_kernels(unit, attention_kernels(TRITON))
         unit.residual = residual("triton", CPU, dims.residual_type)
@@ -175,3 +191,62 @@ def test_every_op_but_those_of_several_ranks_and_of_packages_is_tested_here(plai
         f"expert_{name}" for name in ("counts", "dispatch", "combine", "tokens", "mega_moe")
     }
     assert ran == {*SAVE_NAMES} - {*SavePoint} - of_ranks
+
+
+OPS = tuple(name for name in SAVE_NAMES if name not in [*SavePoint])
+ALL_IN_TRITON = {
+    **dict.fromkeys(("attention", "indexer", "mhc", "rope", "norm"), "triton"),
+    **dict.fromkeys(("router", "swiglu", "engram"), "triton"),
+    "grouped_output": "library",
+}
+
+
+@pytest.mark.parametrize(
+    ("names", "modes"),
+    [
+        (("mhc_write",), ("selective", "selective")),
+        (("mhc_write", "mhc_read", "rotate"), ("selective", "none")),
+        (("gate_engram", "rms_norm", "route"), ("selective", "selective")),
+        (OPS, ("none", "selective")),
+        (OPS, ("selective", "selective")),
+    ],
+)
+def test_a_micro_batch_with_kernels_holds_the_planned_bytes(names, modes):
+    """Streams that an op wrote are the next half's too, and count once; the last half's are kept
+    though they were sent."""
+    known = (name for name in names if name not in ("one_stream_read", "one_stream_write"))
+    config = load(
+        [TINY],
+        [
+            *(f"model.{field}={value}" for field, value in _SIZES.items()),
+            *(f"kernels.{key}={name}" for key, name in ALL_IN_TRITON.items()),
+            *("train.seq_len=16", "train.micro_batch_size=1", "train.precision=bf16"),
+            "ac.mode=selective",
+            f'ac.layer_modes={{"1" = {json.dumps(modes)}}}',
+            f"ac.save={json.dumps([*known])}",
+        ],
+    )
+    dims, units = config.model.dims, kernels(small(), torch.bfloat16)
+    assert dims == small()
+    embedding, *halves = units
+    specs = tuple(unit.spec for unit in halves)
+    planned = StagePlan(index=1, rank=0, units=specs, before=embedding.spec, after=specs[-1])
+    kept = [kept_points(config, spec) for spec in specs]
+    wrap_units(halves, recompute=kept, sharding=None, fp32_names=[()] * len(halves))
+    ends = {"inputs": planned.inputs, "outputs": planned.outputs}
+    stage = Stage(1, halves, **ends, queue=WeightGradQueue())
+    tokens = random_batch(dims, 2, [(16,)])
+    first = embedding(Carry(), tokens)
+    received = [getattr(first, name).detach() for name in planned.inputs]
+    sent: list[torch.Tensor] = []
+
+    def forward() -> None:
+        sent.extend(output.clone() for output in stage.forward(0, received, tokens))
+        stage.balance_losses.clear()
+        stage.loads.clear()
+        gc.collect()  # the interpreter leaves what it launched last in a cycle
+
+    left = bytes_left_behind(forward) - sum(output.nbytes for output in sent)
+    # What a recomputed half behind the experts was given has their loads and loss in it.
+    left -= 8 * dims.num_experts + 4
+    assert left == activation_bytes(config, planned)
