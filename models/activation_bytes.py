@@ -32,6 +32,7 @@ from ppruntime.models.expert_bytes import (
     ExpertForm,
     experts_workspace,
     pieces,
+    put_off_by_experts,
     saved_by_experts,
 )
 from ppruntime.models.fp8_linear_rules import BLOCK
@@ -182,20 +183,26 @@ def backward_workspace(
     dtype: str,
     *,
     attention_kernel: bool = False,
+    fp8_linears: bool = False,
     experts: ExpertForm = HERE,
+    puts_off: bool = False,
 ) -> int:
     """Bytes that the backward of one unit makes and frees again, at the most, beside what autograd
     saved for it: the largest gradients inside a half and that of the streams around it; 0 for
     embedding and head (`head_bytes`).
 
+    Around the routed experts in FP8 lies the gradient of x through the shared expert, whose
+    backward runs first and has freed what it kept; if it `puts_off` its weight gradients their
+    operands have taken that place.
+
     Without `attention_kernel` sparse attention's reference gathers every query's keys in fp32,
     block by block, and holds a block three times: the keys, and their gradients as keys and as
     values. Beside them lie scores and row numbers.
     """
-    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
+    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype], fp8_linears=fp8_linears)
     if spec.kind is UnitKind.MOE:
         inside = experts_workspace(dims, experts, run.tokens, run.item)
-        return inside + run.item * run.streams
+        return inside + run.item * run.streams + _beside_experts(run, puts_off=puts_off)
     if spec.kind is not UnitKind.ATTENTION:
         return 0
     heads = run.tokens * dims.num_heads * dims.head_dim
@@ -216,6 +223,18 @@ def backward_workspace(
     )
 
 
+def _beside_experts(run: _Run, *, puts_off: bool) -> int:
+    """What a MoE half with an FP8 shared expert holds beside the routed experts' backward, see
+    `backward_workspace`. The gradient of what the half gives has the place of what it gave."""
+    if not run.fp8_linears:
+        return 0
+    wide, shared = run.dims.hidden_size, run.dims.num_shared_experts * run.dims.expert_width
+    kept = run.item * run.tokens * 2 * shared
+    operands = sum(map(run.columns, (wide, shared, 2 * shared))) if puts_off else 0
+    kept += 0 if puts_off else run.columns(wide)
+    return run.item * run.tokens * wide + operands - kept
+
+
 @dataclass(frozen=True, slots=True)
 class PutOff:
     """What put-off weight gradients of a unit read."""
@@ -227,30 +246,56 @@ class PutOff:
 
 
 def put_off_operands(
-    dims: ModelDims, spec: UnitSpec, batch: int, seq_len: int, dtype: str
+    dims: ModelDims,
+    spec: UnitSpec,
+    batch: int,
+    seq_len: int,
+    dtype: str,
+    *,
+    head: str = "reference",
+    mhc: str = "reference",
+    wide_products: bool = False,
+    router: str = "reference",
+    fp8_linears: bool = False,
+    experts: ExpertForm = HERE,
 ) -> PutOff | None:
     """What a unit holds between an input gradient and its put-off weight gradients, whatever it
     kept before: what its linear layers got, and the gradients of what they gave, each piece of
-    memory once. None where it is not known: another residual than mHC, an indexer that learns.
+    memory once; in FP8 both as columns. All else as in `saved_bytes`. None where it is not known:
+    another residual than mHC, an indexer that learns, experts by deep_ep or mega_moe.
     """
     if dims.residual_type != "mhc" or dims.indexer_learns:
         return None
-    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
+    run = _Run(
+        *(dims, batch, seq_len, DTYPE_BYTES[dtype], mhc),
+        wide_products=wide_products,
+        router=router,
+        fp8_linears=fp8_linears,
+        experts=experts,
+    )
     tokens, wide, streams = run.tokens, dims.hidden_size, dims.num_streams
     match spec.kind:
         case UnitKind.EMBED:
             return PutOff(0, reads_streams=False)
         case UnitKind.HEAD:
-            total = run.item * tokens * (wide + dims.vocab_size)
+            total = run.item * tokens * wide
+            # In chunks the logits' gradient is made again, from a log-sum-exp.
+            total += _FP32 * tokens if head == "chunked" else run.item * tokens * dims.vocab_size
             if dims.family != "v4":
                 return PutOff(total, reads_streams=False)
             return PutOff(
                 total + run.copy(run.streams) + _FP32 * tokens * streams,
                 reads_streams=not run.is_low,
             )
-    coefficients = _FP32 * tokens * (2 * streams + streams * streams)
+    num_coefficients = 2 * streams + streams * streams
+    coefficients = _FP32 * tokens * num_coefficients
+    if run.mhc == "triton":  # in two parts
+        coefficients = 2 * run.item * tokens * num_coefficients
     if spec.kind is UnitKind.MOE:
-        return PutOff(coefficients + _moe_operands(run), reads_streams=True)
+        routed = put_off_by_experts(dims, experts, tokens, run.item)
+        if routed is None:
+            return None
+        return PutOff(coefficients + routed + _dense_moe_operands(run), reads_streams=True)
     has_engram = spec.engram_parameters > 0
     total = coefficients + _attention_operands(run, spec)
     if has_engram:
@@ -259,14 +304,20 @@ def put_off_operands(
     return PutOff(total, reads_streams=not has_engram)
 
 
-def _moe_operands(run: _Run) -> int:
-    """Experts, shared expert and router, whose input is widened."""
+def _dense_moe_operands(run: _Run) -> int:
+    """Shared expert and router, whose input the reference widens. In FP8 the shared expert's are
+    columns, and x itself is held if the router reads it as it is."""
     dims, tokens = run.dims, run.tokens
-    rows, shared = tokens * dims.experts_per_token, dims.num_shared_experts * dims.expert_width
-    wide = run.item * (rows + tokens) * 2 * dims.hidden_size  # x, and the gradient of what is given
-    inner = run.item * (rows * dims.expert_width + tokens * shared) * 3  # and gate's and up's
-    router = run.copy(tokens * dims.hidden_size) + _FP32 * tokens * dims.num_experts
-    return wide + inner + router
+    wide, shared = dims.hidden_size, dims.num_shared_experts * dims.expert_width
+    in_parts = run.router != "reference" and run.is_low
+    router = (3 * _BF16 if in_parts else _FP32) * tokens * dims.num_experts
+    router += 0 if in_parts else run.copy(tokens * wide)
+    if not run.fp8_linears:
+        # x and the gradient of y, the inner values and gradients of gate and up.
+        return router + run.item * tokens * (2 * wide + 3 * shared)
+    reads_x = in_parts or not run.is_low
+    columns = sum(map(run.columns, (wide, wide, shared, 2 * shared)))
+    return router + columns + run.item * tokens * wide * reads_x
 
 
 def _attention_operands(run: _Run, spec: UnitSpec) -> int:
@@ -275,14 +326,19 @@ def _attention_operands(run: _Run, spec: UnitSpec) -> int:
     assert spec.layer is not None
     dims, tokens = run.dims, run.tokens
     heads, groups = dims.num_heads * dims.head_dim, dims.o_groups * dims.o_lora_rank
-    inputs = dims.hidden_size + dims.q_lora_rank + heads + groups
-    total = run.item * tokens * (inputs + inputs + dims.head_dim)
+    wide, latent = dims.hidden_size, dims.q_lora_rank
+    if run.fp8_linears:  # of x, its gradients, and of what lies between; but keys, heads and groups
+        total = sum(map(run.columns, (wide, latent, groups, latent, heads, wide)))
+        total += run.item * tokens * (wide + dims.head_dim + heads + groups) + run.padding(groups)
+    else:
+        inputs = wide + latent + heads + groups
+        total = run.item * tokens * (inputs + inputs + dims.head_dim)
     ratio = dims.compress_ratios[spec.layer]
     if spec.role is Role.FULL and ratio == 1:
         return total + run.item * tokens * dims.head_dim
     if spec.role in (Role.FULL, Role.CSA, Role.HCA) and run.seq_len >= ratio:
         width = dims.head_dim * (2 if spec.role is Role.CSA else 1)
-        total += run.compressed + 2 * _FP32 * tokens * width
+        total += run.compressed + 2 * run.wide_gradient * tokens * width
     return total
 
 
@@ -331,6 +387,12 @@ class _Run:
     def compressed(self) -> int:
         """Bytes of the copy of a compressor's input."""
         return 0 if self.wide_products else self.copy(self.tokens * self.dims.hidden_size)
+
+    @property
+    def wide_gradient(self) -> int:
+        """Bytes of a number of an fp32 product's gradient as its weight gradient takes it: three
+        parts where the product is of parts."""
+        return 3 * _BF16 if self.wide_products else _FP32
 
     def columns(self, width: int) -> int:
         """Bytes of an FP8 linear's input as its backward takes it: columns of 128 rows, the last

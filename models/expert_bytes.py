@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import comb
 
 from ppruntime.models.dims import ModelDims
-from ppruntime.models.fp8_expert_rules import BLOCK, most_rows
+from ppruntime.models.fp8_expert_rules import BLOCK, most_rows, waiting_bytes
 from ppruntime.models.mega_moe_rules import most_pool_rows
 from ppruntime.models.row_slices import token_slices
 
@@ -85,6 +85,27 @@ def products_op(form: ExpertForm) -> str:
 def saved_by_experts(dims: ModelDims, form: ExpertForm, num_tokens: int, item: int) -> int:
     """What autograd saves of them."""
     return sum(piece.num_bytes for piece in pieces(dims, form, num_tokens, item) if piece.is_saved)
+
+
+def put_off_by_experts(dims: ModelDims, form: ExpertForm, num_tokens: int, item: int) -> int | None:
+    """What they hold between their input gradient and a put-off weight gradient; None by deep_ep
+    or mega_moe. In the compute dtype: rows and the gradients of results, inner values and the
+    gradients of gate and up. In FP8: see `waiting_bytes`."""
+    if form.dispatcher in ("deep_ep", "mega_moe"):
+        return None
+    pairs = num_tokens * dims.experts_per_token
+    if not form.fp8:
+        return item * pairs * (2 * dims.hidden_size + 3 * dims.expert_width)
+    here = -(-dims.num_experts // form.num_ranks)
+    # From other ranks a row comes once per expert.
+    tokens, per_token = (num_tokens, dims.experts_per_token)
+    if form.num_ranks > 1:
+        tokens, per_token = pairs, 1
+    widest = max(2 * dims.expert_width, dims.hidden_size)
+    return sum(
+        waiting_bytes(part.stop - part.start, per_token, here, dims.hidden_size, dims.expert_width)
+        for part in token_slices(tokens, per_token, here, widest)
+    )
 
 
 def experts_workspace(dims: ModelDims, form: ExpertForm, num_tokens: int, item: int) -> int:

@@ -15,6 +15,7 @@ from ppruntime.kernel_forms import (
 )
 from ppruntime.models.activation_bytes import (
     Kept,
+    PutOff,
     backward_workspace,
     kept_fields,
     kept_results,
@@ -28,6 +29,7 @@ from ppruntime.models.dims import (
     UnitSpec,
     carry_shape,
     unit_parameters,
+    unit_specs,
 )
 from ppruntime.models.fp8_expert_rules import copy_bytes, waiting_bytes
 from ppruntime.models.fp8_linear_rules import fp8_linears
@@ -292,7 +294,8 @@ def backward_peak(
         alone, freed = replace(stage, units=(spec,)), 0
         if frees or put_off is not None:
             freed = kept - activation_bytes(config, up_to_here) - sum((put_off or ())[i + 1 :])
-        again, work = recompute_bytes(config, alone), _workspace_bytes(config, spec)
+        again = recompute_bytes(config, alone)
+        work = _workspace_bytes(config, spec, puts_off=not frees)
         head = head_bytes(config, alone)
         later = to_come - _output_sums(config, stage, spec)
         to_come -= sum(held.sums for held in holdings(config, stage, spec))
@@ -330,27 +333,39 @@ def put_off_sums(config: Config, stage: StagePlan) -> int:
     return sum(of_linears)
 
 
-_OF_LINEARS = (
-    *("linear", "head", "mhc", "rope", "grouped_output"),
-    *("compressor", "router", "swiglu", "engram"),
-)
-"""Kernels that save other operands than the reference."""
-
-
 def _put_off_bytes(config: Config, stage: StagePlan) -> list[int] | None:
-    """What put-off weight gradients of each unit read, beside what was received; None unless all
-    that has weights is the reference's."""
-    kernels, compute = config.kernels, config.moe.compute
-    if compute.backend != "torch" or any(getattr(kernels, n) != "reference" for n in _OF_LINEARS):
-        return None
+    """What put-off weight gradients of each unit read, beside what was received; None where it is
+    not known of all."""
     found = []
     for i, spec in enumerate(stage.units):
-        operands = put_off_operands(*_case(config, spec))
+        operands = _operands(config, spec)
         if operands is None:
             return None
         streams = _field_bytes(config, stage.units[i - 1], "streams") if i else 0
         found.append(operands.num_bytes + operands.reads_streams * streams)
     return found
+
+
+def put_off_bytes(config: Config, spec: UnitSpec) -> int:
+    """What put-off weight gradients of a unit read that does not begin its stage; 0 where it is not
+    known."""
+    operands = _operands(config, spec)
+    if operands is None:
+        return 0
+    embedding = unit_specs(config.model.dims)[0]
+    return operands.num_bytes + operands.reads_streams * _field_bytes(config, embedding, "streams")
+
+
+def _operands(config: Config, spec: UnitSpec) -> PutOff | None:
+    return put_off_operands(
+        *_case(config, spec),
+        head=head_kernel(config),
+        mhc=kernel(config, "mhc"),
+        wide_products=AttentionOp.COMPRESSOR in attention_kernels(config),
+        router=kernel(config, "router"),
+        fp8_linears=has_fp8_linears(config),
+        experts=expert_form(config),
+    )
 
 
 def _output_sums(config: Config, stage: StagePlan, spec: UnitSpec) -> int:
@@ -366,10 +381,13 @@ def workspace_bytes(config: Config, stage: StagePlan) -> int:
     return max((_workspace_bytes(config, spec) for spec in stage.units), default=0)
 
 
-def _workspace_bytes(config: Config, spec: UnitSpec) -> int:
-    attention_kernel = AttentionOp.ATTENTION in attention_kernels(config)
+def _workspace_bytes(config: Config, spec: UnitSpec, *, puts_off: bool = False) -> int:
     return backward_workspace(
-        *_case(config, spec), attention_kernel=attention_kernel, experts=expert_form(config)
+        *_case(config, spec),
+        attention_kernel=AttentionOp.ATTENTION in attention_kernels(config),
+        fp8_linears=has_fp8_linears(config),
+        experts=expert_form(config),
+        puts_off=puts_off,
     )
 
 
