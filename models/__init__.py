@@ -4,8 +4,8 @@ Start at `dims.unit_specs` (the list, in numbers, no torch), then `units.build_u
 module), `carry.Carry` (what passes from unit to unit).
 
 numbers     dims, dims_rules, parameters, presets, engram_hash, activation_bytes, expert_bytes and
-            head_bytes (without torch), save_points (what a recompute may keep), update_rules (how
-            Muon's recipe updates each parameter)
+            head_bytes (without torch), save_points (what a recompute may keep), product_ops (which
+            op makes which product), update_rules (how Muon's recipe updates each parameter)
 contracts   carry, linear (weight gradients that can wait), init
 documents   packed documents: starts, groups, visible entries; used wherever attention looks back
 attention   attention (V4.1), attention_v4, compressor_v4, indexer, selection (top-k of its scores),

@@ -32,11 +32,13 @@ from ppruntime.models.expert_bytes import (
     ExpertForm,
     experts_workspace,
     pieces,
+    put_off_by_experts,
     saved_by_experts,
 )
 from ppruntime.models.fp8_linear_rules import BLOCK
 from ppruntime.models.kernel_limits import AttentionOp, queries_at_once
-from ppruntime.models.save_points import SavePoint
+from ppruntime.models.product_ops import Products
+from ppruntime.models.save_points import is_kept
 
 _FP32, _INT64, _INT32, _BF16, _BOOL = 4, 8, 4, 2, 1
 
@@ -121,38 +123,55 @@ class Kept:
     saved_again: int
     """Of these, bytes that autograd saves too once the rest is computed again: they are there
     already, all else that it saves is made anew."""
+    fields: frozenset[str] = frozenset()
+    """Fields of the carry that the unit gives and keeps as well; `num_bytes` is without them."""
 
 
 def kept_results(
     dims: ModelDims,
     spec: UnitSpec,
-    points: frozenset[SavePoint],
+    kept: Set[str],
     batch: int,
     seq_len: int,
     dtype: str,
     *,
     kernels: Set[AttentionOp] = frozenset(),
+    mhc: str = "reference",
     engram: str = "reference",
+    router: str = "reference",
     fp8_linears: bool = False,
     experts: ExpertForm = HERE,
 ) -> Kept:
-    """What a half layer keeps between its forward and its recompute at the given save points.
-    `kernels`: operations of attention that are not the reference's. `fp8_linears`, `experts`: as in
-    `saved_bytes`."""
+    """What a half layer keeps between its forward and its recompute of the groups and ops that
+    `kept` names (`save_points`); of an op that its kernels do not run, nothing. `kernels`:
+    operations of attention that are not the reference's. All else as in `saved_bytes`."""
+    assert spec.layer is not None
     run = _Run(
-        *(dims, batch, seq_len, DTYPE_BYTES[dtype]),
-        engram=engram,
+        *(dims, batch, seq_len, DTYPE_BYTES[dtype], mhc, engram),
+        router=router,
+        fp8_linears=fp8_linears,
+        experts=experts,
+    )
+    products = Products(
+        dims=dims,
+        layer=spec.layer,
+        is_low=run.is_low,
+        kernels=kernels,
+        mhc=mhc,
+        router=router,
         fp8_linears=fp8_linears,
         experts=experts,
     )
     if spec.kind is UnitKind.ATTENTION:
-        results = _attention_results(run, spec, kernels)
+        results = _attention_results(run, spec, products)
     else:
-        results = _moe_results(run)
-    found = [result for result in results if result.point in points]
+        results = _moe_results(run, spec, products)
+    found = [result for result in results if is_kept(kept, result.op)]
+    own = [result for result in found if result.field not in spec.live_after]
     return Kept(
-        sum(result.num_bytes for result in found),
-        sum(result.num_bytes for result in found if result.is_saved),
+        sum(result.num_bytes for result in own),
+        sum(result.num_bytes for result in own if result.is_saved),
+        frozenset(result.field for result in found if result.field in spec.live_after),
     )
 
 
@@ -164,20 +183,26 @@ def backward_workspace(
     dtype: str,
     *,
     attention_kernel: bool = False,
+    fp8_linears: bool = False,
     experts: ExpertForm = HERE,
+    puts_off: bool = False,
 ) -> int:
     """Bytes that the backward of one unit makes and frees again, at the most, beside what autograd
     saved for it: the largest gradients inside a half and that of the streams around it; 0 for
     embedding and head (`head_bytes`).
 
+    Around the routed experts in FP8 lies the gradient of x through the shared expert, whose
+    backward runs first and has freed what it kept; if it `puts_off` its weight gradients their
+    operands have taken that place.
+
     Without `attention_kernel` sparse attention's reference gathers every query's keys in fp32,
     block by block, and holds a block three times: the keys, and their gradients as keys and as
     values. Beside them lie scores and row numbers.
     """
-    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
+    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype], fp8_linears=fp8_linears)
     if spec.kind is UnitKind.MOE:
         inside = experts_workspace(dims, experts, run.tokens, run.item)
-        return inside + run.item * run.streams
+        return inside + run.item * run.streams + _beside_experts(run, puts_off=puts_off)
     if spec.kind is not UnitKind.ATTENTION:
         return 0
     heads = run.tokens * dims.num_heads * dims.head_dim
@@ -198,6 +223,18 @@ def backward_workspace(
     )
 
 
+def _beside_experts(run: _Run, *, puts_off: bool) -> int:
+    """What a MoE half with an FP8 shared expert holds beside the routed experts' backward, see
+    `backward_workspace`. The gradient of what the half gives has the place of what it gave."""
+    if not run.fp8_linears:
+        return 0
+    wide, shared = run.dims.hidden_size, run.dims.num_shared_experts * run.dims.expert_width
+    kept = run.item * run.tokens * 2 * shared
+    operands = sum(map(run.columns, (wide, shared, 2 * shared))) if puts_off else 0
+    kept += 0 if puts_off else run.columns(wide)
+    return run.item * run.tokens * wide + operands - kept
+
+
 @dataclass(frozen=True, slots=True)
 class PutOff:
     """What put-off weight gradients of a unit read."""
@@ -209,30 +246,56 @@ class PutOff:
 
 
 def put_off_operands(
-    dims: ModelDims, spec: UnitSpec, batch: int, seq_len: int, dtype: str
+    dims: ModelDims,
+    spec: UnitSpec,
+    batch: int,
+    seq_len: int,
+    dtype: str,
+    *,
+    head: str = "reference",
+    mhc: str = "reference",
+    wide_products: bool = False,
+    router: str = "reference",
+    fp8_linears: bool = False,
+    experts: ExpertForm = HERE,
 ) -> PutOff | None:
     """What a unit holds between an input gradient and its put-off weight gradients, whatever it
     kept before: what its linear layers got, and the gradients of what they gave, each piece of
-    memory once. None where it is not known: another residual than mHC, an indexer that learns.
+    memory once; in FP8 both as columns. All else as in `saved_bytes`. None where it is not known:
+    another residual than mHC, an indexer that learns, experts by deep_ep or mega_moe.
     """
     if dims.residual_type != "mhc" or dims.indexer_learns:
         return None
-    run = _Run(dims, batch, seq_len, DTYPE_BYTES[dtype])
+    run = _Run(
+        *(dims, batch, seq_len, DTYPE_BYTES[dtype], mhc),
+        wide_products=wide_products,
+        router=router,
+        fp8_linears=fp8_linears,
+        experts=experts,
+    )
     tokens, wide, streams = run.tokens, dims.hidden_size, dims.num_streams
     match spec.kind:
         case UnitKind.EMBED:
             return PutOff(0, reads_streams=False)
         case UnitKind.HEAD:
-            total = run.item * tokens * (wide + dims.vocab_size)
+            total = run.item * tokens * wide
+            # In chunks the logits' gradient is made again, from a log-sum-exp.
+            total += _FP32 * tokens if head == "chunked" else run.item * tokens * dims.vocab_size
             if dims.family != "v4":
                 return PutOff(total, reads_streams=False)
             return PutOff(
                 total + run.copy(run.streams) + _FP32 * tokens * streams,
                 reads_streams=not run.is_low,
             )
-    coefficients = _FP32 * tokens * (2 * streams + streams * streams)
+    num_coefficients = 2 * streams + streams * streams
+    coefficients = _FP32 * tokens * num_coefficients
+    if run.mhc == "triton":  # in two parts
+        coefficients = 2 * run.item * tokens * num_coefficients
     if spec.kind is UnitKind.MOE:
-        return PutOff(coefficients + _moe_operands(run), reads_streams=True)
+        routed = put_off_by_experts(dims, experts, tokens, run.item)
+        if routed is None:
+            return None
+        return PutOff(coefficients + routed + _dense_moe_operands(run), reads_streams=True)
     has_engram = spec.engram_parameters > 0
     total = coefficients + _attention_operands(run, spec)
     if has_engram:
@@ -241,14 +304,20 @@ def put_off_operands(
     return PutOff(total, reads_streams=not has_engram)
 
 
-def _moe_operands(run: _Run) -> int:
-    """Experts, shared expert and router, whose input is widened."""
+def _dense_moe_operands(run: _Run) -> int:
+    """Shared expert and router, whose input the reference widens. In FP8 the shared expert's are
+    columns, and x itself is held if the router reads it as it is."""
     dims, tokens = run.dims, run.tokens
-    rows, shared = tokens * dims.experts_per_token, dims.num_shared_experts * dims.expert_width
-    wide = run.item * (rows + tokens) * 2 * dims.hidden_size  # x, and the gradient of what is given
-    inner = run.item * (rows * dims.expert_width + tokens * shared) * 3  # and gate's and up's
-    router = run.copy(tokens * dims.hidden_size) + _FP32 * tokens * dims.num_experts
-    return wide + inner + router
+    wide, shared = dims.hidden_size, dims.num_shared_experts * dims.expert_width
+    in_parts = run.router != "reference" and run.is_low
+    router = (3 * _BF16 if in_parts else _FP32) * tokens * dims.num_experts
+    router += 0 if in_parts else run.copy(tokens * wide)
+    if not run.fp8_linears:
+        # x and the gradient of y, the inner values and gradients of gate and up.
+        return router + run.item * tokens * (2 * wide + 3 * shared)
+    reads_x = in_parts or not run.is_low
+    columns = sum(map(run.columns, (wide, wide, shared, 2 * shared)))
+    return router + columns + run.item * tokens * wide * reads_x
 
 
 def _attention_operands(run: _Run, spec: UnitSpec) -> int:
@@ -257,25 +326,33 @@ def _attention_operands(run: _Run, spec: UnitSpec) -> int:
     assert spec.layer is not None
     dims, tokens = run.dims, run.tokens
     heads, groups = dims.num_heads * dims.head_dim, dims.o_groups * dims.o_lora_rank
-    inputs = dims.hidden_size + dims.q_lora_rank + heads + groups
-    total = run.item * tokens * (inputs + inputs + dims.head_dim)
+    wide, latent = dims.hidden_size, dims.q_lora_rank
+    if run.fp8_linears:  # of x, its gradients, and of what lies between; but keys, heads and groups
+        total = sum(map(run.columns, (wide, latent, groups, latent, heads, wide)))
+        total += run.item * tokens * (wide + dims.head_dim + heads + groups) + run.padding(groups)
+    else:
+        inputs = wide + latent + heads + groups
+        total = run.item * tokens * (inputs + inputs + dims.head_dim)
     ratio = dims.compress_ratios[spec.layer]
     if spec.role is Role.FULL and ratio == 1:
         return total + run.item * tokens * dims.head_dim
     if spec.role in (Role.FULL, Role.CSA, Role.HCA) and run.seq_len >= ratio:
         width = dims.head_dim * (2 if spec.role is Role.CSA else 1)
-        total += run.compressed + 2 * _FP32 * tokens * width
+        total += run.compressed + 2 * run.wide_gradient * tokens * width
     return total
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What one op gives."""
+    """A tensor that an op gives."""
 
-    point: SavePoint
+    op: str
+    """Its name as `save_points.op_name` has it."""
     num_bytes: int
     is_saved: bool
     """Whether autograd saves that very piece of memory."""
+    field: str = ""
+    """Of the carry, if it goes out as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +387,12 @@ class _Run:
     def compressed(self) -> int:
         """Bytes of the copy of a compressor's input."""
         return 0 if self.wide_products else self.copy(self.tokens * self.dims.hidden_size)
+
+    @property
+    def wide_gradient(self) -> int:
+        """Bytes of a number of an fp32 product's gradient as its weight gradient takes it: three
+        parts where the product is of parts."""
+        return 3 * _BF16 if self.wide_products else _FP32
 
     def columns(self, width: int) -> int:
         """Bytes of an FP8 linear's input as its backward takes it: columns of 128 rows, the last
@@ -389,7 +472,7 @@ def _rope(run: _Run, rows: int) -> int:
 def _attention_half(run: _Run, spec: UnitSpec) -> int:
     assert spec.layer is not None
     dims = run.dims
-    total = _residual(run) + _projections(run) + _core(run, spec)
+    total = _residual(run) + _projections(run, spec) + _core(run, spec)
     if spec.layer in dims.engram_layers:
         total += _engram(run) + run.item * run.streams  # those it gives are not the carry's
     ratio = dims.compress_ratios[spec.layer]
@@ -418,7 +501,7 @@ def _indexer(run: _Run, spec: UnitSpec) -> int:
     return total
 
 
-def _projections(run: _Run) -> int:
+def _projections(run: _Run, spec: UnitSpec) -> int:
     """x, the query's latent and its norm, the keys' norm, the rotation there and back, the heads
     and the groups of the output."""
     dims, tokens = run.dims, run.tokens
@@ -429,6 +512,7 @@ def _projections(run: _Run) -> int:
         inputs = run.item * tokens * wide
         inputs += sum(map(run.columns, (dims.hidden_size, latent, groups)))
         inputs += run.padding(latent) + run.padding(dims.hidden_size)  # what the norm gets, and y
+        inputs += run.item * tokens * latent * _reads_latent(run, spec)  # the indexer's queries do
     back = _rope(run, tokens) // 2  # the sines, negated
     return (
         inputs
@@ -569,130 +653,228 @@ def _swiglu(run: _Run, rows: int, width: int) -> int:
     return (2 if run.fp8_linears else 3) * run.item * rows * width
 
 
-def _residual_results(run: _Run) -> list[_Result]:
-    """The projection of the streams, before it is scaled."""
-    if run.dims.residual_type != "mhc":
-        gate = _FP32 * run.tokens * (run.dims.residual_type == "gated")
-        return [_Result(SavePoint.PROJECTIONS, gate, True)]
-    streams = run.dims.num_streams
-    width = 2 * streams + streams * streams
-    return [_Result(SavePoint.PROJECTIONS, _FP32 * run.tokens * width, True)]
+def _residual_results(run: _Run, products: Products, *, is_read: bool) -> list[_Result]:
+    """Around a sublayer, whose input `is_read` as it came by its backward. By the reference: the
+    projection of the streams before it is scaled, and the norm's result. By the kernels, which are
+    an op before and one behind: the sublayer's input, what their backward reads, the streams."""
+    dims, tokens = run.dims, run.tokens
+    x = run.item * tokens * dims.hidden_size
+    norm = _norm_results(run, products, tokens, dims.hidden_size, is_read=is_read)
+    written = run.item * run.streams
+    if dims.residual_type != "mhc":
+        gate = _FP32 * tokens * (dims.residual_type == "gated")
+        if run.mhc != "triton":
+            return [_Result("mm", gate, True), *norm]
+        return [
+            _Result("one_stream_read", x, is_read),
+            _Result("one_stream_read", _FP32 * tokens + 2 * gate, True),
+            _Result("one_stream_write", written, False, "streams"),
+        ]
+    streams = dims.num_streams
+    projected = _FP32 * tokens * (2 * streams + streams * streams)
+    if run.mhc != "triton":
+        return [_Result("mm", projected, True), *norm]
+    weights = _FP32 * tokens * (2 + streams + streams * streams)  # two rms, post, comb
+    mix = _FP32 * tokens * streams
+    return [
+        _Result("mhc_read", x, is_read),
+        _Result("mhc_read", x + projected + weights, True),
+        _Result("mhc_read", mix, True, "mix" if dims.hands_on_mix else ""),
+        _Result("mhc_write", written, False, "streams"),
+    ]
 
 
-def _moe_results(run: _Run) -> list[_Result]:
-    """Those of the routed experts; the router's product, the shared expert's two, of which the
-    second is added to what the experts give. In FP8 also x in columns, and the second in bf16."""
+def _norm_results(
+    run: _Run, products: Products, rows: int, width: int, *, is_read: bool, learns: bool = True
+) -> list[_Result]:
+    """A norm by its kernel: y, which is saved if a product reads it, and 1 / rms."""
+    if AttentionOp.NORM not in products.kernels:
+        return []
+    y = _Result("rms_norm", run.item * rows * width, is_read)
+    return [y, _Result("rms_norm", _FP32 * rows, learns)]
+
+
+def _moe_results(run: _Run, spec: UnitSpec, products: Products) -> list[_Result]:
+    """Those of the routed experts; the router's product and its picks, weights and scores; the
+    shared expert's two products, of which the second is added to what the experts give, and what
+    lies between. In FP8 also x in columns, and the second in bf16."""
     dims, tokens, item = run.dims, run.tokens, run.item
     shared = dims.num_shared_experts * dims.expert_width
-    products = SavePoint.PROJECTIONS
     routed = pieces(dims, run.experts, tokens, item)
     of_sum = item * tokens * dims.hidden_size
     if run.fp8_linears:
         of_sum = _BF16 * -(-tokens // BLOCK) * BLOCK * dims.hidden_size
-    return [
-        *_residual_results(run),
-        *(_Result(SavePoint.EXPERTS, p.num_bytes, p.is_saved) for p in routed if p.is_result),
-        _Result(products, _FP32 * tokens * dims.num_experts, True),
-        _Result(products, item * tokens * 2 * shared + run.padding(2 * shared), True),
-        *_columns(run, dims.hidden_size),
-        _Result(products, of_sum, False),
+    gate_up = products.op("moe.shared.gate_up")
+    # Else all that read the sublayer's input keep columns and a widened copy of it.
+    is_read = not (run.fp8_linears and run.is_low and run.router == "reference")
+    results = [
+        *_residual_results(run, products, is_read=is_read),
+        *(_Result(p.op, p.num_bytes, p.is_saved) for p in routed if p.op is not None),
+        _Result(products.op("moe.router.gate"), _FP32 * tokens * dims.num_experts, True),
+        _Result(gate_up, item * tokens * 2 * shared + run.padding(2 * shared), True),
+        *_columns(run, gate_up, dims.hidden_size),
+        _Result(products.op("moe.shared.down"), of_sum, False),
     ]
+    if run.experts.fused_swiglu and not run.fp8_linears:
+        results.append(_Result("shared_swiglu", item * tokens * shared, True))
+    if run.router == "triton":
+        pairs, form = tokens * dims.experts_per_token, run.experts
+        weighs = form.dispatcher == "here" or (form.dispatcher == "torch" and not form.fp8)
+        is_given = spec.role is Role.HASH or dims.force_balanced_routing
+        results += [
+            _Result("route", 0 if is_given else _INT64 * pairs, True),
+            _Result("route", _FP32 * pairs, weighs),
+            _Result("route", _FP32 * tokens * dims.num_experts, True),
+        ]
+        if dims.balance_loss_weight:
+            results.append(_Result("mean_shares", _FP32 * run.batch * dims.num_experts, False))
+    return results
 
 
-def _columns(run: _Run, width: int) -> list[_Result]:
+def _columns(run: _Run, op: str, width: int) -> list[_Result]:
     """What an FP8 linear gives beside its product."""
-    return [_Result(SavePoint.PROJECTIONS, run.columns(width), True)] * run.fp8_linears
+    return [_Result(op, run.columns(width), True)] * run.fp8_linears
 
 
-def _attention_results(run: _Run, spec: UnitSpec, kernels: Set[AttentionOp]) -> list[_Result]:
-    """Query, its latent, keys, attention, the two output products; Engram's rows and projection;
-    compressor and indexer. A query turned in place and a product in rows of tokens are read as they
-    are; attention's kernels save their output and a log-sum-exp."""
+def _attention_results(run: _Run, spec: UnitSpec, products: Products) -> list[_Result]:
+    """Query, its latent, keys, attention, the two output products; Engram's rows, projection and
+    gate; norms and rotations by kernels; compressor and indexer. A query turned in place and a
+    product in rows of tokens are read as they are; attention's kernels save their output and a
+    log-sum-exp; an indexer's gives entries, and from the candidate source its blocks."""
     assert spec.layer is not None
     dims, tokens, item = run.dims, run.tokens, run.item
-    heads, products = tokens * dims.num_heads * dims.head_dim, SavePoint.PROJECTIONS
+    kernels = products.kernels
+    heads = tokens * dims.num_heads * dims.head_dim
     is_v4 = dims.family == "v4"
     turned = AttentionOp.ROPE in kernels and not is_v4
     in_rows = dims.o_groups == 1 or AttentionOp.GROUPED_OUTPUT in kernels
     latent, groups = dims.q_lora_rank, dims.o_groups * dims.o_lora_rank
     of_query = 0 if turned else run.padding(dims.num_heads * dims.head_dim)
     attended = AttentionOp.ATTENTION in kernels
+    q_a, q_b, o_b = (products.op(f"attention.{name}") for name in ("q_a", "q_b", "o_b"))
     results = [
-        *_residual_results(run),
-        _Result(products, item * tokens * latent + run.padding(latent), True),
+        *_residual_results(run, products, is_read=True),
+        _Result(q_a, item * tokens * latent + run.padding(latent), True),
+        *_columns(run, q_a, dims.hidden_size),
+        *_norm_results(run, products, tokens, latent, is_read=_reads_latent(run, spec)),
         # V4 normalises the heads; a low dtype is widened for that.
-        _Result(products, item * heads + of_query, turned or (is_v4 and not run.is_low)),
-        _Result(products, item * tokens * dims.head_dim, True),
-        _Result(SavePoint.ATTENTION, item * heads, attended),
-        _Result(SavePoint.ATTENTION, attended * _FP32 * tokens * dims.num_heads, True),
-        _Result(products, item * tokens * groups, in_rows and not run.fp8_linears),
-        _Result(products, item * tokens * dims.hidden_size + run.padding(dims.hidden_size), True),
-        *(_columns(run, dims.hidden_size) + _columns(run, latent) + _columns(run, groups)),
+        _Result(q_b, item * heads + of_query, turned or (is_v4 and not run.is_low)),
+        *_columns(run, q_b, latent),
+        _Result(products.op("attention.kv"), item * tokens * dims.head_dim, True),
+        *_norm_results(run, products, tokens, dims.head_dim, is_read=False),
+        _Result("sparse_attention", item * heads, attended),
+        _Result("sparse_attention", attended * _FP32 * tokens * dims.num_heads, True),
+        _Result("grouped_linear", item * tokens * groups, in_rows and not run.fp8_linears),
+        _Result(o_b, item * tokens * dims.hidden_size + run.padding(dims.hidden_size), True),
+        *_columns(run, o_b, groups),
     ]
+    if AttentionOp.ROPE in kernels:
+        # Of a window alone keys are what attention reads.
+        is_read = spec.role is Role.SWA and not _through_cache(run)
+        results.append(_Result("rotate", item * tokens * dims.head_dim, is_read))
     if spec.layer in dims.engram_layers:
-        columns = (dims.engram_max_order - 1) * dims.engram_heads
-        keys_and_value = tokens * (dims.num_streams + 1) * dims.hidden_size
-        as_it_is = not run.is_low or run.engram == "triton"
-        results += [
-            _Result(SavePoint.ENGRAM, item * tokens * columns * dims.engram_head_dim, True),
-            _Result(SavePoint.ENGRAM, item * keys_and_value, as_it_is),
-        ]
+        results += _engram_results(run)
     if AttentionOp.INDEXER in kernels and spec.role in (Role.FULL, Role.REINDEX, Role.CSA):
-        results.append(_Result(SavePoint.ATTENTION, _picked(run, spec), False))
-    return results + (_v4_results(run, spec) if is_v4 else _v41_results(run, spec))
+        results.append(_Result("index_select", _INT32 * tokens * dims.index_topk, False))
+        if spec.layer == dims.candidate_source:
+            blocks = num_candidate_blocks(dims, _num_entries(run, spec))
+            results.append(_Result("index_select", _BOOL * tokens * blocks, False, "candidates"))
+    more = _v4_results if is_v4 else _v41_results
+    return results + more(run, spec, products)
 
 
-def _picked(run: _Run, spec: UnitSpec) -> int:
-    """What the indexer's kernel gives: entries, and from the candidate source its blocks."""
-    dims, blocks = run.dims, 0
-    if spec.layer == dims.candidate_source:
-        blocks = num_candidate_blocks(dims, _num_entries(run, spec))
-    return run.tokens * (_INT32 * dims.index_topk + _BOOL * blocks)
+def _reads_latent(run: _Run, spec: UnitSpec) -> bool:
+    """Whether a product in the compute dtype reads the query's latent and learns."""
+    scores = spec.role in (Role.FULL, Role.REINDEX, Role.CSA)
+    return not run.fp8_linears or (run.dims.indexer_learns and scores)
 
 
-def _v41_results(run: _Run, spec: UnitSpec) -> list[_Result]:
-    """V4.1's compressor and indexer."""
-    assert spec.layer is not None
-    dims, ratio = run.dims, run.dims.compress_ratios[spec.layer]
-    products, results = SavePoint.PROJECTIONS, list[_Result]()
-    if spec.role is Role.FULL:
-        latent = run.tokens * dims.head_dim
-        if ratio == 1:
-            results.append(_Result(products, run.item * latent, True))
-        else:
-            results += 2 * [_Result(products, _FP32 * latent, False)]
-        entries = run.batch * (run.seq_len // ratio)
-        of_keys = run.item * entries * dims.index_head_dim
-        results.append(_Result(products, of_keys, dims.indexer_learns))
-    if spec.role in (Role.FULL, Role.REINDEX):
-        results += _index_queries(run)
+def _through_cache(run: _Run) -> bool:
+    """Whether keys are rounded as a cache would: what is read is a copy then."""
+    return run.dims.quantize_cache and run.dims.family == "v41"
+
+
+def _engram_results(run: _Run) -> list[_Result]:
+    """Rows, their projection; from the gate's kernel the streams and three numbers a stream."""
+    dims, tokens, item = run.dims, run.tokens, run.item
+    columns = (dims.engram_max_order - 1) * dims.engram_heads
+    keys_and_value = tokens * (dims.num_streams + 1) * dims.hidden_size
+    as_it_is = not run.is_low or run.engram == "triton"
+    results = [
+        _Result("engram_rows", item * tokens * columns * dims.engram_head_dim, True),
+        _Result("engram_linear", item * keys_and_value, as_it_is),
+    ]
+    if run.engram == "triton":
+        gated = item * run.streams + _FP32 * 3 * tokens * dims.num_streams
+        results.append(_Result("gate_engram", gated, True))
     return results
 
 
-def _v4_results(run: _Run, spec: UnitSpec) -> list[_Result]:
-    """V4's compressors, the layer's and the indexer's, each with values and gates."""
+def _v41_results(run: _Run, spec: UnitSpec, products: Products) -> list[_Result]:
+    """V4.1's compressor and indexer."""
     assert spec.layer is not None
     dims, ratio = run.dims, run.dims.compress_ratios[spec.layer]
+    results = list[_Result]()
+    if spec.role is Role.FULL:
+        latent, learns = run.tokens * dims.head_dim, dims.indexer_learns
+        of_values = products.op("attention.compressor.value")
+        if ratio == 1:
+            results.append(_Result(of_values, run.item * latent, True))
+        else:
+            results += 2 * [_Result(of_values, _FP32 * latent, False)]
+        entries, width = run.batch * (run.seq_len // ratio), dims.index_head_dim
+        of_keys = run.item * entries * width
+        results += [
+            *_norm_results(run, products, entries, dims.head_dim, is_read=learns),
+            _Result(products.op("attention.indexer.key"), of_keys, learns),
+            *_norm_results(run, products, entries, width, is_read=False, learns=learns),
+        ]
+        if AttentionOp.ROPE in products.kernels:
+            goes_out = not _through_cache(run)
+            keys = "trained_index_keys" if learns else "index_keys"
+            results += [
+                _Result("rotate", run.item * entries * dims.head_dim, False, "kv" * goes_out),
+                _Result("rotate", of_keys, False, keys * goes_out),
+            ]
+    if spec.role in (Role.FULL, Role.REINDEX):
+        results += _index_queries(run, products)
+    return results
+
+
+def _v4_results(run: _Run, spec: UnitSpec, products: Products) -> list[_Result]:
+    """V4's compressors, the layer's and the indexer's, each with values and gates; its queries are
+    turned on their own."""
+    assert spec.layer is not None
+    dims, ratio = run.dims, run.dims.compress_ratios[spec.layer]
+    turns = AttentionOp.ROPE in products.kernels
+    heads = run.tokens * dims.num_heads * dims.head_dim
+    results = [_Result("rotate", run.item * heads, True)] * turns
     if spec.role is Role.SWA:
-        return []
+        return results
     overlaps = 2 if spec.role is Role.CSA else 1
-    has_entries = run.seq_len >= ratio
-    channels = [dims.head_dim * overlaps]
+    # A sequence shorter than one group makes nothing.
+    entries = run.batch * (run.seq_len // ratio)
+    op, learns = products.op("attention.compressor.value"), dims.indexer_learns
+    compressors = [(dims.head_dim, True)]
     if spec.role is Role.CSA:
-        channels.append(dims.index_head_dim * overlaps)
-    results = [
-        _Result(SavePoint.PROJECTIONS, _FP32 * run.tokens * width * has_entries, False)
-        for width in channels
-        for _ in ("values", "gates")
-    ]
-    return results + (_index_queries(run) if spec.role is Role.CSA else [])
+        compressors.append((dims.index_head_dim, learns))
+    for width, has_grad in compressors if entries else ():
+        results += 2 * [_Result(op, _FP32 * run.tokens * width * overlaps, False)]
+        results += _norm_results(run, products, entries, width, is_read=False, learns=has_grad)
+        results += [_Result("rotate", run.item * entries * width, False)] * turns
+    return results + (_index_queries(run, products) if spec.role is Role.CSA else [])
 
 
-def _index_queries(run: _Run) -> list[_Result]:
+def _index_queries(run: _Run, products: Products) -> list[_Result]:
     """The indexer's queries and head weights."""
     dims = run.dims
-    widths = (dims.index_heads * dims.index_head_dim, dims.index_heads)
-    return [_Result(SavePoint.PROJECTIONS, run.item * run.tokens * w, False) for w in widths]
+    queries, weights = dims.index_heads * dims.index_head_dim, dims.index_heads
+    return [
+        _Result(products.op("attention.indexer.query"), run.item * run.tokens * queries, False),
+        _Result(
+            products.op("attention.indexer.head_weights"), run.item * run.tokens * weights, False
+        ),
+    ]
 
 
 def _head(run: _Run, kernel: str) -> int:

@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ppruntime.models.save_points import SavePoint, point_of
+from ppruntime.models.save_points import is_kept
 
 
 class KeptResults:
     """Of one run of one unit: `keeping` around its forward, then `save`, and `replaying` around its
-    recompute, which gets the results in the order in which the forward made them, each once."""
+    recompute, which gets the results in the order in which the forward made them, each once.
+    `points` are groups of ops and ops by name (`save_points`)."""
 
-    def __init__(self, points: frozenset[SavePoint]) -> None:
+    def __init__(self, points: frozenset[str]) -> None:
         self._points = points
         self._found: list[Tensor] = []
         self._saved: Callable[[], Sequence[Tensor]] | None = None
@@ -43,7 +44,7 @@ class KeptResults:
         self._found, self._saved = [], lambda: out.grad_fn.saved_tensors
 
     def keeps(self, op: torch._ops.OpOverload) -> bool:
-        """Whether the op's results are of a kept save point."""
+        """Whether the op's results are kept."""
         return _is_kept(self._points, op)
 
     def keep(self, op: torch._ops.OpOverload, result: Any) -> None:
@@ -121,6 +122,5 @@ class _Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @cache
-def _is_kept(points: frozenset[SavePoint], op: torch._ops.OpOverload) -> bool:
-    point = point_of(op.name())  # type: ignore[no-untyped-call]
-    return point is not None and point in points
+def _is_kept(kept: frozenset[str], op: torch._ops.OpOverload) -> bool:
+    return is_kept(kept, op.name())  # type: ignore[no-untyped-call]

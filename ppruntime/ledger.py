@@ -32,7 +32,7 @@ from ppruntime.models.parameters import Part
 from ppruntime.offload_plan import master_bytes
 from ppruntime.order import make_order
 from ppruntime.plan import StagePlan, cut
-from ppruntime.plan_report import StageReport, boundary_of, report
+from ppruntime.plan_report import StageReport, boundary_of, report, sent_bytes
 from ppruntime.reduction_bytes import Reduction, reduction_end, reduction_peak
 from ppruntime.schedules.ops import COMPUTE, Kind, Op
 from ppruntime.text_table import short_bytes, text_table
@@ -42,7 +42,7 @@ UPDATE = "update"
 WARM_UP = "warm-up"
 """Stands for the micro-batch that a stage computes before the first step."""
 WEIGHTS, COPIES, ACCUMULATORS = "weights", "low-precision copies", "accumulators"
-OPTIMIZER, SLOTS = "optimizer", "slots"
+OPTIMIZER, SLOTS, SENT = "optimizer", "slots", "sent, not gone"
 HEAD = "head's loss"
 
 
@@ -93,6 +93,8 @@ class RankLedger:
     """Moments."""
     slots: int
     """Receive buffers, and the arenas of dispatcher mega_moe."""
+    sent: int
+    """Messages that a transport of GPUs still holds where they were made."""
     resting_parameters: int
     """What parameters take between steps: the masters, and what is whole on every rank."""
     moments: tuple[Moment, ...]
@@ -104,7 +106,7 @@ class RankLedger:
     def through_the_step(self) -> int:
         """All rows that no op changes."""
         lasting = self.weights + self.copies + self.masters + self.accumulators
-        return lasting + self.optimizer + self.slots
+        return lasting + self.optimizer + self.slots + self.sent
 
     @property
     def peak(self) -> Moment:
@@ -126,6 +128,7 @@ class RankLedger:
             (ACCUMULATORS, self.accumulators - peak.sums_to_come),
             (OPTIMIZER, self.optimizer),
             (SLOTS, self.slots),
+            (SENT, self.sent),
         )
         return (
             *((name, num_bytes - peak.absent.get(name, 0)) for name, num_bytes in lasting),
@@ -178,10 +181,11 @@ def predict(config: Config) -> tuple[RankLedger, ...]:
             accumulators=rank.gradient_bytes,
             optimizer=optimizer - masters,
             slots=rank.slot_bytes,
+            sent=sum(sent_bytes(config, cuts, stage) for stage in own),
             resting_parameters=masters
             + _unsharded_bytes(config, own, masters)
             + sum(table_bytes(config, s) for s in own if config.engram.tables == "device"),
-            moments=tuple(_moments(config, ops, plan.stages, own, state)),
+            moments=tuple(_moments(config, ops, plan.stages, cuts, own, state)),
         )
         start = () if config.run.device == "cpu" else _warm_ups(config, ledger, cuts, own, state)
         ledgers.append(replace(ledger, start=tuple(start)))
@@ -205,6 +209,7 @@ def _moments(
     config: Config,
     ops: Sequence[Op],
     stages: Sequence[StageReport],
+    cuts: Sequence[StagePlan],
     own: Sequence[StagePlan],
     state: Mapping[int, StateBytes],
 ) -> Iterator[Moment]:
@@ -268,11 +273,12 @@ def _moments(
             yield here
         elif kind in COMPUTE:
             yield here
+    sent = {SENT: sum(sent_bytes(config, cuts, stage) for stage in own)}  # all is gone by then
     if applied:
-        yield Moment(UPDATE, 0, 0, absent=_absent(gone))
+        yield Moment(UPDATE, 0, 0, absent=_absent(gone) | sent)
     else:
         reduction = reduction_peak(config, own)
-        yield Moment(UPDATE, 0, 0, workspaces=reduction.buffer, absent=_absent(reduction))
+        yield Moment(UPDATE, 0, 0, workspaces=reduction.buffer, absent=_absent(reduction) | sent)
 
 
 def _gone(stage: StageReport, kind: Kind) -> int:
@@ -342,6 +348,7 @@ def _warm_ups(
                 ACCUMULATORS: ledger.accumulators - part.gradients,
                 OPTIMIZER: ledger.optimizer,
                 SLOTS: ledger.slots - arena_bytes(config),
+                SENT: ledger.sent,
             },
         )
 

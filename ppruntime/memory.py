@@ -6,8 +6,16 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ppruntime.config.keys import Config
+from ppruntime.kernel_forms import (
+    attention_kernels,
+    expert_form,
+    has_fp8_linears,
+    head_kernel,
+    kernel,
+)
 from ppruntime.models.activation_bytes import (
     Kept,
+    PutOff,
     backward_workspace,
     kept_fields,
     kept_results,
@@ -21,15 +29,13 @@ from ppruntime.models.dims import (
     UnitSpec,
     carry_shape,
     unit_parameters,
+    unit_specs,
 )
-from ppruntime.models.expert_bytes import ExpertForm
 from ppruntime.models.fp8_expert_rules import copy_bytes, waiting_bytes
 from ppruntime.models.fp8_linear_rules import fp8_linears
-from ppruntime.models.fp8_linear_rules import misfit as fp8_misfit
 from ppruntime.models.head_bytes import HeadWorkspace, head_workspace
-from ppruntime.models.kernel_limits import AttentionOp, Backend, misfit
+from ppruntime.models.kernel_limits import AttentionOp
 from ppruntime.models.parameters import ParameterSpec, Part
-from ppruntime.models.save_points import SavePoint
 from ppruntime.models.update_rules import update_rule
 from ppruntime.plan import StagePlan
 from ppruntime.recompute import kept_points
@@ -219,11 +225,13 @@ def activation_bytes(config: Config, stage: StagePlan) -> int:
     for spec in stage.units:
         if (points := kept_points(config, spec)) is not None:
             held |= {(maker, name) for name, maker in makers.items()}
-            total += _kept(config, spec, points).num_bytes
+            results = _kept(config, spec, points)
+            held |= {(spec, name) for name in results.fields}
+            total += results.num_bytes
             kept: frozenset[str] = frozenset()
         else:
             total += _saved_bytes(config, spec)
-            kept = kept_fields(*_case(config, spec), engram=_kernel(config, "engram"))
+            kept = kept_fields(*_case(config, spec), engram=kernel(config, "engram"))
         held |= {(makers[name], name) for name in kept & spec.reads & makers.keys()}
         made = {name: spec for name in spec.live_after if name in spec.writes}
         held |= {(spec, name) for name in (kept & made.keys()) - spec.reads}
@@ -286,7 +294,8 @@ def backward_peak(
         alone, freed = replace(stage, units=(spec,)), 0
         if frees or put_off is not None:
             freed = kept - activation_bytes(config, up_to_here) - sum((put_off or ())[i + 1 :])
-        again, work = recompute_bytes(config, alone), _workspace_bytes(config, spec)
+        again = recompute_bytes(config, alone)
+        work = _workspace_bytes(config, spec, puts_off=not frees)
         head = head_bytes(config, alone)
         later = to_come - _output_sums(config, stage, spec)
         to_come -= sum(held.sums for held in holdings(config, stage, spec))
@@ -324,27 +333,39 @@ def put_off_sums(config: Config, stage: StagePlan) -> int:
     return sum(of_linears)
 
 
-_OF_LINEARS = (
-    *("linear", "head", "mhc", "rope", "grouped_output"),
-    *("compressor", "router", "swiglu", "engram"),
-)
-"""Kernels that save other operands than the reference."""
-
-
 def _put_off_bytes(config: Config, stage: StagePlan) -> list[int] | None:
-    """What put-off weight gradients of each unit read, beside what was received; None unless all
-    that has weights is the reference's."""
-    kernels, compute = config.kernels, config.moe.compute
-    if compute.backend != "torch" or any(getattr(kernels, n) != "reference" for n in _OF_LINEARS):
-        return None
+    """What put-off weight gradients of each unit read, beside what was received; None where it is
+    not known of all."""
     found = []
     for i, spec in enumerate(stage.units):
-        operands = put_off_operands(*_case(config, spec))
+        operands = _operands(config, spec)
         if operands is None:
             return None
         streams = _field_bytes(config, stage.units[i - 1], "streams") if i else 0
         found.append(operands.num_bytes + operands.reads_streams * streams)
     return found
+
+
+def put_off_bytes(config: Config, spec: UnitSpec) -> int:
+    """What put-off weight gradients of a unit read that does not begin its stage; 0 where it is not
+    known."""
+    operands = _operands(config, spec)
+    if operands is None:
+        return 0
+    embedding = unit_specs(config.model.dims)[0]
+    return operands.num_bytes + operands.reads_streams * _field_bytes(config, embedding, "streams")
+
+
+def _operands(config: Config, spec: UnitSpec) -> PutOff | None:
+    return put_off_operands(
+        *_case(config, spec),
+        head=head_kernel(config),
+        mhc=kernel(config, "mhc"),
+        wide_products=AttentionOp.COMPRESSOR in attention_kernels(config),
+        router=kernel(config, "router"),
+        fp8_linears=has_fp8_linears(config),
+        experts=expert_form(config),
+    )
 
 
 def _output_sums(config: Config, stage: StagePlan, spec: UnitSpec) -> int:
@@ -360,10 +381,13 @@ def workspace_bytes(config: Config, stage: StagePlan) -> int:
     return max((_workspace_bytes(config, spec) for spec in stage.units), default=0)
 
 
-def _workspace_bytes(config: Config, spec: UnitSpec) -> int:
-    attention_kernel = AttentionOp.ATTENTION in _attention_kernels(config)
+def _workspace_bytes(config: Config, spec: UnitSpec, *, puts_off: bool = False) -> int:
     return backward_workspace(
-        *_case(config, spec), attention_kernel=attention_kernel, experts=_expert_form(config)
+        *_case(config, spec),
+        attention_kernel=AttentionOp.ATTENTION in attention_kernels(config),
+        fp8_linears=has_fp8_linears(config),
+        experts=expert_form(config),
+        puts_off=puts_off,
     )
 
 
@@ -376,7 +400,7 @@ def head_bytes(config: Config, stage: StagePlan) -> HeadWorkspace:
         config.model.dims,
         config.train.micro_batch_size * config.train.seq_len,
         compute_dtype_name(config),
-        _head_kernel(config),
+        head_kernel(config),
     )
 
 
@@ -418,9 +442,9 @@ def _ceil(number: int, parts: int) -> int:
     return -(-number // parts)
 
 
-def _kept(config: Config, spec: UnitSpec, points: frozenset[SavePoint]) -> Kept:
+def _kept(config: Config, spec: UnitSpec, points: frozenset[str]) -> Kept:
     dims, _, batch, seq_len, dtype = _case(config, spec)
-    kernels = _attention_kernels(config)
+    kernels = attention_kernels(config)
     return kept_results(
         dims,
         spec,
@@ -429,81 +453,26 @@ def _kept(config: Config, spec: UnitSpec, points: frozenset[SavePoint]) -> Kept:
         seq_len,
         dtype,
         kernels=kernels,
-        engram=_kernel(config, "engram"),
-        fp8_linears=_has_fp8_linears(config),
-        experts=_expert_form(config),
+        mhc=kernel(config, "mhc"),
+        engram=kernel(config, "engram"),
+        router=kernel(config, "router"),
+        fp8_linears=has_fp8_linears(config),
+        experts=expert_form(config),
     )
 
 
 def _saved_bytes(config: Config, spec: UnitSpec) -> int:
     return saved_bytes(
         *_case(config, spec),
-        head=_head_kernel(config),
-        mhc=_kernel(config, "mhc"),
-        engram=_kernel(config, "engram"),
-        attention_kernel=AttentionOp.ATTENTION in _attention_kernels(config),
-        wide_products=AttentionOp.COMPRESSOR in _attention_kernels(config),
-        router=_kernel(config, "router"),
-        fp8_linears=_has_fp8_linears(config),
-        experts=_expert_form(config),
+        head=head_kernel(config),
+        mhc=kernel(config, "mhc"),
+        engram=kernel(config, "engram"),
+        attention_kernel=AttentionOp.ATTENTION in attention_kernels(config),
+        wide_products=AttentionOp.COMPRESSOR in attention_kernels(config),
+        router=kernel(config, "router"),
+        fp8_linears=has_fp8_linears(config),
+        experts=expert_form(config),
     )
-
-
-def _expert_form(config: Config) -> ExpertForm:
-    """How the routed experts are computed; "auto" in FP8, as on a GPU, unless the config is for
-    none."""
-    backend, dispatch = config.moe.compute.backend, config.moe.dispatch
-    on_gpu = _may_be_on_gpu(config)
-    fp8 = on_gpu if backend == "auto" else backend != "torch"
-    return ExpertForm(
-        fp8=fp8,
-        keeps_z=config.moe.compute.keep_expert_activations,
-        num_ranks=config.parallel.ep,
-        dispatcher=dispatch.type if config.parallel.ep > 1 else "here",
-        fp8_wire=dispatch.fp8,
-        num_chunks=dispatch.token_chunks,
-        by_expert=on_gpu and not fp8,
-    )
-
-
-def _has_fp8_linears(config: Config) -> bool:
-    """Whether dense linears are in FP8; "auto" as for experts, where the widths fit."""
-    if config.kernels.linear != "auto":
-        return config.kernels.linear != "reference"
-    return _may_be_on_gpu(config) and fp8_misfit(config.model.dims) is None
-
-
-def _attention_kernels(config: Config) -> frozenset[AttentionOp]:
-    """Operations of attention that are not the reference's; "auto" as on a Hopper, if the config
-    may be for one."""
-
-    def is_other(op: AttentionOp) -> bool:
-        name = getattr(config.kernels, op.value)
-        if name != "auto" or op is AttentionOp.GROUPED_OUTPUT:
-            return bool(name != "reference")
-        is_for_cpu = config.train.precision == "fp32" or config.run.device == "cpu"
-        return not is_for_cpu and misfit(op, Backend.TRITON, config.model.dims) is None
-
-    return frozenset(op for op in AttentionOp if is_other(op))
-
-
-def _head_kernel(config: Config) -> str:
-    """`kernels.head`, with "auto" as a GPU has it unless the config is for none."""
-    if config.kernels.head != "auto":
-        return config.kernels.head
-    return "triton" if _may_be_on_gpu(config) else "chunked"
-
-
-def _kernel(config: Config, key: str) -> str:
-    """`kernels.KEY`, for "auto" as for the head."""
-    name: str = getattr(config.kernels, key)
-    if name != "auto":
-        return name
-    return "triton" if _may_be_on_gpu(config) else "reference"
-
-
-def _may_be_on_gpu(config: Config) -> bool:
-    return config.train.precision == "bf16" and config.run.device != "cpu"
 
 
 def _case(config: Config, spec: UnitSpec) -> tuple[ModelDims, UnitSpec, int, int, str]:

@@ -523,6 +523,23 @@ def _slot_bytes(config: Config, order: Order, plan: Sequence[StagePlan], stage: 
     return total
 
 
+def sent_bytes(config: Config, plan: Sequence[StagePlan], stage: StagePlan) -> int:
+    """Of messages to other ranks that have been sent and lie where they were made, in torch's
+    memory: one a channel. A GPU's transport lets go of one once it sees that the copy is past, and
+    the host that would look is ahead of the device. Of "auto" nothing is known before the run."""
+    s, total = stage.index, 0
+    if s > 0 and plan[s - 1].rank != stage.rank and _is_of_gpus(config, s - 1):
+        total += gradient_bytes(config, plan[s - 1].after)
+    if s + 1 < len(plan) and plan[s + 1].rank != stage.rank and _is_of_gpus(config, s):
+        total += boundary_of(config, stage)
+    return total
+
+
+def _is_of_gpus(config: Config, hop: int) -> bool:
+    named = config.pp.transport
+    return (named if isinstance(named, str) else named[hop]) in ("nccl", "copy_engine", "put")
+
+
 def _buffers_to_send(config: Config, hop: int, slots: int) -> int:
     """Messages that the source's end of a channel has room for: put's window is as large as the
     other end's, nccl packs one at a time. Of "auto" nothing is known before the run: copy_engine,

@@ -11,11 +11,12 @@ Pure; no torch. The modes, by the half layer they are set for:
     full_moe      -                                       all, dispatch and experts included
     selective     what `ac.save` names                    all else
 
-"Kept" comes on top of the half's inputs. Experts: the rows that reached them, their two products
-and what came back, so that neither a message nor an expert's product is repeated. Engram's rows and
-their projection are kept in every mode, unless `recompute_engram` gives them up where the mode is
-full or full_moe; selective keeps them if the list has them. What belongs to which is said by op
-names in `models/save_points.py`. Embedding and head are never recomputed.
+"Kept" comes on top of the half's inputs; a list names groups of ops or ops (`save_points`), and
+what the half's kernels do not run as an op is computed again. Experts: the rows that reached them,
+their two products and what came back, so that neither a message nor an expert's product is
+repeated. Engram's rows and their projection are kept in every mode, unless `recompute_engram` gives
+them up where the mode is full or full_moe; selective keeps them if the list has them. What belongs
+to which is said by op names in `models/save_points.py`. Embedding and head are never recomputed.
 """
 
 from __future__ import annotations
@@ -26,10 +27,18 @@ from msgspec import convert
 from msgspec.structs import replace
 
 from ppruntime.config.keys import ActivationCheckpointing, Config, RecomputeMode
-from ppruntime.models.dims import ForwardFlops, UnitKind, UnitSpec, forward_flops_per_token
-from ppruntime.models.save_points import SavePoint, points_in
+from ppruntime.kernel_forms import attention_kernels, expert_form, has_fp8_linears, kernel
+from ppruntime.models.dims import (
+    ForwardFlops,
+    UnitKind,
+    UnitSpec,
+    forward_flops_per_token,
+    unit_parameters,
+)
+from ppruntime.models.product_ops import Products
+from ppruntime.models.save_points import SAVE_NAMES, SavePoint, is_kept, names_in, op_name
 
-_KEPT: dict[RecomputeMode, frozenset[SavePoint]] = {
+_KEPT: dict[RecomputeMode, frozenset[str]] = {
     "full_moe": frozenset(),
     "full": frozenset({SavePoint.EXPERTS}),
     "projections": frozenset({SavePoint.EXPERTS, SavePoint.PROJECTIONS}),
@@ -55,7 +64,7 @@ def mode_name(config: Config, spec: UnitSpec | None = None) -> str:
     mode = config.ac.mode if spec is None else mode_of(config, spec)
     if mode != _SELECTIVE:
         return mode
-    return _LIST + "+".join(point for point in SavePoint if point in _saved(config))
+    return _LIST + "+".join(name for name in SAVE_NAMES if name in _saved(config))
 
 
 def is_mode_name(name: str) -> bool:
@@ -63,8 +72,8 @@ def is_mode_name(name: str) -> bool:
     mode, _, listed = name.partition(":")
     if mode != _SELECTIVE:
         return name in get_args(RecomputeMode)
-    points = listed.split("+")
-    return points == [point for point in SavePoint if point in points]
+    names = listed.split("+")
+    return names == [name for name in SAVE_NAMES if name in names]
 
 
 def in_mode(config: Config, name: str) -> Config:
@@ -84,17 +93,27 @@ def mode_overrides(name: str) -> tuple[str, ...]:
     return f"ac.mode={mode}", f"ac.save=[{quoted}]" if listed else "ac.save=default"
 
 
-def _saved(config: Config) -> frozenset[SavePoint]:
-    """What `ac.save` names."""
-    return frozenset(map(SavePoint, config.ac.save or ()))
+def _saved(config: Config) -> frozenset[str]:
+    """What `ac.save` names, each by one name."""
+    return frozenset(map(op_name, config.ac.save or ()))
 
 
-def kept_points(config: Config, spec: UnitSpec) -> frozenset[SavePoint] | None:
-    """What the unit keeps through its recompute, of what there is in it; None: no recompute."""
+def names_to_keep(config: Config, spec: UnitSpec) -> frozenset[str]:
+    """Groups and ops that there may be in a half layer, whichever kernels it has."""
+    return names_in(
+        is_moe=spec.kind is UnitKind.MOE,
+        has_engram=spec.engram_parameters > 0,
+        has_mhc=config.model.dims.residual_type == "mhc",
+    )
+
+
+def kept_points(config: Config, spec: UnitSpec) -> frozenset[str] | None:
+    """The groups and ops whose results the unit keeps through its recompute, of those there are in
+    it; None: no recompute."""
     mode = mode_of(config, spec)
     if mode == "none":
         return None
-    there = points_in(is_moe=spec.kind is UnitKind.MOE, has_engram=spec.engram_parameters > 0)
+    there = names_to_keep(config, spec)
     if mode == _SELECTIVE:
         return _saved(config) & there
     kept = _KEPT[mode]
@@ -106,23 +125,33 @@ def kept_points(config: Config, spec: UnitSpec) -> frozenset[SavePoint] | None:
 def repeated_flops(config: Config, spec: UnitSpec) -> ForwardFlops:
     """FLOPs per token that the unit's backward spends on computing results again."""
     kept = kept_points(config, spec)
-    dims = config.model.dims
-    flops = forward_flops_per_token(dims, spec, config.train.seq_len)
     if kept is None:
         return ForwardFlops(0.0, 0.0, 0.0)
-    experts = 0.0
-    if spec.kind is UnitKind.MOE:
-        experts = 6.0 * dims.experts_per_token * dims.hidden_size * dims.expert_width
-    engram = 0.0
-    if spec.engram_parameters:
-        columns = (dims.engram_max_order - 1) * dims.engram_heads
-        width = (dims.num_streams + 1) * dims.hidden_size
-        engram = 2.0 * columns * dims.engram_head_dim * width
-    dense = flops.matmul - experts - engram
+    dims = config.model.dims
+    flops = forward_flops_per_token(dims, spec, config.train.seq_len)
+    products = _products(config, spec)
+    again = sum(
+        parameter.active(dims)
+        for parameter in unit_parameters(dims, spec)
+        if parameter.active(dims)
+        if not is_kept(kept, products.op(parameter.name.removesuffix(".weight")))
+    )
     return ForwardFlops(
-        matmul=experts * (SavePoint.EXPERTS not in kept)
-        + engram * (SavePoint.ENGRAM not in kept)
-        + dense * (SavePoint.PROJECTIONS not in kept),
-        attention=flops.attention * (SavePoint.ATTENTION not in kept),
+        matmul=2.0 * again,
+        attention=flops.attention * (not is_kept(kept, "sparse_attention")),
         index_scores=flops.index_scores,
+    )
+
+
+def _products(config: Config, spec: UnitSpec) -> Products:
+    assert spec.layer is not None
+    return Products(
+        dims=config.model.dims,
+        layer=spec.layer,
+        is_low=config.train.precision == "bf16",
+        kernels=attention_kernels(config),
+        mhc=kernel(config, "mhc"),
+        router=kernel(config, "router"),
+        fp8_linears=has_fp8_linears(config),
+        experts=expert_form(config),
     )

@@ -162,10 +162,13 @@ class Stage:
         self._version.advance()
 
     def weight_grads(self, micro_batch: int) -> None:
-        """Adds the weight gradients that `backward_input` put off, if the stage has any."""
+        """Adds the weight gradients that `backward_input` put off, if the stage has any. Each one's
+        operands are freed before the next is computed."""
+        tasks = self._weight_tasks.pop(micro_batch)
+        tasks.reverse()
         with torch.no_grad():
-            for task in self._weight_tasks.pop(micro_batch):
-                task()
+            while tasks:
+                tasks.pop()()
 
     def _run_units(self, received: Sequence[Tensor], batch: MicroBatch) -> Carry:
         fields: dict[str, Any] = dict(zip(self.inputs, received, strict=True))

@@ -24,7 +24,6 @@ from ppruntime.kept_results import KeptResults
 from ppruntime.models.carry import Carry, MicroBatch
 from ppruntime.models.engram import Engram
 from ppruntime.models.moe import MoE
-from ppruntime.models.save_points import SavePoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ class Sharding:
 def wrap_units(
     units: Sequence[nn.Module],
     *,
-    recompute: Sequence[frozenset[SavePoint] | None],
+    recompute: Sequence[frozenset[str] | None],
     sharding: Sharding | None,
     fp32_names: Sequence[Collection[str]],
     compile_units: bool = False,
@@ -91,7 +90,7 @@ _MOST_VARIANTS = 256
 most of a deep stage plain."""
 
 
-def checkpoint_unit(unit: nn.Module, kept: frozenset[SavePoint] = frozenset()) -> None:
+def checkpoint_unit(unit: nn.Module, kept: frozenset[str] = frozenset()) -> None:
     """Makes the unit keep its inputs and what the ops of `kept` give, and compute the rest again in
     the backward. Names stay."""
     run = unit.forward

@@ -20,7 +20,7 @@ from ppruntime.models.activation_bytes import Kept
 from ppruntime.models.carry import CROSSING, DIFFERENTIABLE, Carry, MicroBatch
 from ppruntime.models.dims import ModelDims, UnitSpec, carry_shape, unit_specs
 from ppruntime.models.moe import HERE, MoEOptions
-from ppruntime.models.save_points import SavePoint, point_of
+from ppruntime.models.save_points import SAVE_NAMES, is_kept
 from ppruntime.models.units import build_unit
 
 
@@ -32,8 +32,9 @@ class Measured:
     """Each piece of memory once; parameters, buffers, tokens and the carry's not counted."""
     kept_fields: frozenset[str]
     """Crossing fields of the carry, got or given, whose memory it holds."""
-    results: Mapping[SavePoint, Kept]
-    """What the ops of each save point gave, and how much of it autograd holds."""
+    results: Mapping[str, Kept]
+    """What each op and each group of ops that can be kept gave, how much of it autograd holds, and
+    which crossing fields of the carry it is."""
 
 
 def measure_on_meta(
@@ -83,28 +84,39 @@ def measure(units: Sequence[torch.nn.Module], carry: Carry, tokens: MicroBatch) 
     return Measured(
         sum(size for address, size in sizes.items() if address not in elsewhere),
         frozenset(fields[address] for address in sizes if fields.get(address) in CROSSING),
-        {
-            point: Kept(
-                sum(t.untyped_storage().nbytes() for t in tensors),
-                sum(t.untyped_storage().nbytes() for t in tensors if storage(t) in sizes),
-            )
-            for point, tensors in results.made.items()
-        },
+        {name: _kept(results.of(name), fields, sizes) for name in SAVE_NAMES},
+    )
+
+
+def _kept(made: Sequence[Tensor], fields: Mapping[int, str], saved: Mapping[int, int]) -> Kept:
+    """Of what was made: all bytes and those that are saved too, fields of the carry apart."""
+    own = [t for t in made if fields.get(storage(t)) not in CROSSING]
+    return Kept(
+        sum(t.untyped_storage().nbytes() for t in own),
+        sum(t.untyped_storage().nbytes() for t in own if storage(t) in saved),
+        frozenset(fields[storage(t)] for t in made if fields.get(storage(t)) in CROSSING),
     )
 
 
 class _Results(TorchDispatchMode):
-    """Keeps what the ops of each save point give."""
+    """Keeps what the ops give that can be kept."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[SavePoint, list[Tensor]] = {point: [] for point in SavePoint}
+        self._made: list[tuple[str, Tensor]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if (point := point_of(func.name())) is not None:
-            self.made[point] += [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        if is_kept(_ANY, func.name()):
+            self._made += [(func.name(), t) for t in tree_leaves(result) if isinstance(t, Tensor)]
         return result
+
+    def of(self, name: str) -> list[Tensor]:
+        """What the op or the group gave."""
+        return [tensor for op, tensor in self._made if is_kept(frozenset({name}), op)]
+
+
+_ANY = frozenset(SAVE_NAMES)
 
 
 def one_of_each_kind(dims: ModelDims) -> tuple[UnitSpec, ...]:

@@ -45,12 +45,13 @@ KNOBS = {
     "full": RECOMPUTED,
     "full_moe": ("ac.mode=full_moe",),
     "matmul": ("ac.mode=matmul",),
+    "ops": ("ac.mode=selective", 'ac.save=["mm", "sparse_attention", "expert_linear"]'),
     "masters": MASTERS,
     "deferred": ORDERS["1f1b_w"],
     "in backward": IN_BACKWARD,
 }
 """By name; knobs of one family exclude each other."""
-_FAMILIES = (("offload", "paced", "every second"), ("full", "full_moe", "matmul"))
+_FAMILIES = (("offload", "paced", "every second"), ("full", "full_moe", "matmul", "ops"))
 
 
 def pairs_of_knobs(seed: int, number: int) -> list[tuple[str, str]]:

@@ -16,17 +16,20 @@ from ppruntime.models.carry import IGNORED_LABEL, Carry, MicroBatch
 from ppruntime.models.dims import ModelDims, unit_specs
 from ppruntime.models.engram_hash import token_map
 from ppruntime.models.init import fill_normal, init_parameters
+from ppruntime.models.moe import HERE, MoEOptions
 from ppruntime.models.units import Unit, build_unit
 
 
-def build_units(dims: ModelDims, seed: int, dtype: torch.dtype = torch.float32) -> list[Unit]:
+def build_units(
+    dims: ModelDims, seed: int, dtype: torch.dtype = torch.float32, *, moe: MoEOptions = HERE
+) -> list[Unit]:
     """All units, weights N(0, 0.05), what starts at a constant moved off it by N(0, 0.1).
 
     So no gate is half open by chance and no expert is preferred by none.
     """
     units = []
     for spec in unit_specs(dims):
-        unit = build_unit(dims, spec, dtype=dtype)
+        unit = build_unit(dims, spec, moe=moe, dtype=dtype)
         init_parameters(unit, spec.name, seed, std=0.05)
         _move_constants(unit, spec.name, seed)
         units.append(unit)

@@ -54,8 +54,6 @@ LOOP_SCHEDULES = frozenset({"interleaved_1f1b", "interleaved_zb1p"})
 RecomputeMode: TypeAlias = Literal[
     "none", "full", "full_moe", "projections", "attention", "matmul", "selective"
 ]
-SaveName: TypeAlias = Literal["experts", "engram", "projections", "attention"]
-"""A `save_points.SavePoint`, as a config writes it."""
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -311,12 +309,18 @@ class ActivationCheckpointing(Section, frozen=True):
     full, and the products with weights. attention: as full, and sparse attention's results. matmul:
     as full, and both. selective: what save names. All else is computed again in the backward.
     Default: the fastest. Bitwise."""
-    save: tuple[SaveName, ...] | None = None
-    """Where the mode is selective, the results that are kept, and no others. experts: rows sent to
-    routed experts, their products and what comes back; left out, rows are sent again and experts
-    run again. engram: Engram's rows and their projection. projections: the products with weights of
-    all dense layers. attention: sparse attention's results, and what an indexer kernel picks.
-    Default: the other modes say it. Bitwise."""
+    save: tuple[str, ...] | None = None
+    """Where the mode is selective, the results that are kept, and no others: groups of ops, or ops
+    by their names. experts: rows sent to routed experts, their products and what comes back; left
+    out, rows are sent again and experts run again. engram: Engram's rows and their projection.
+    projections: the products with weights of all dense layers. attention: sparse attention's
+    results, and what an indexer kernel picks. Of these mm (torch's products), wide_linear,
+    fp8_linear, fp8_swiglu_linear, grouped_linear, rotated_linear; sparse_attention, index_select;
+    engram_rows, engram_linear; fp8_experts, expert_rows, expert_linear, expert_counts,
+    expert_dispatch, expert_combine, expert_tokens, expert_mega_moe. Of no group: rotate, rms_norm,
+    mhc_read, mhc_write, one_stream_read, one_stream_write, gate_engram, route, mean_shares,
+    shared_swiglu. What a run's kernels do not run as such an op is computed again. Default: the
+    other modes say it. Bitwise."""
     recompute_engram: bool = False
     """Where the mode is full or full_moe, do not keep Engram's rows and their projection either.
     Bitwise."""

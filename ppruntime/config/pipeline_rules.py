@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ppruntime.config.errors import ConfigError, show
+from ppruntime.config.errors import ConfigError, did_you_mean, show
 from ppruntime.config.keys import (
     LOOP_SCHEDULES,
     PAIR_SCHEDULES,
@@ -15,7 +15,14 @@ from ppruntime.config.keys import (
     RecomputeMode,
 )
 from ppruntime.config.rule import Broken, Rule, either
-from ppruntime.models.save_points import SavePoint, points_in
+from ppruntime.models.save_points import (
+    ALIASES,
+    SAVE_NAMES,
+    SavePoint,
+    names_in,
+    op_name,
+    point_of,
+)
 
 _WARMUP_SCHEDULES = ("async_1f1b", "1f1b_w")
 _ON_CPU = frozenset({"gloo", "shared_memory"})
@@ -261,13 +268,18 @@ def _recompute_engram(config: Config) -> Iterator[Broken]:
 def _saved_names(config: Config) -> Iterator[Broken]:
     key, ac, dims = "ac.save", config.ac, config.model.dims
     halves = [
-        points_in(is_moe=is_moe, has_engram=layer in dims.engram_layers)
+        names_in(
+            is_moe=is_moe,
+            has_engram=layer in dims.engram_layers,
+            has_mhc=dims.residual_type == "mhc",
+        )
         for layer in range(dims.num_layers)
         for is_moe, mode in zip((False, True), _modes(config, layer), strict=True)
         if mode == "selective"
     ]
-    there = frozenset[SavePoint]().union(*halves)
+    there = frozenset[str]().union(*halves)
     names = ", ".join(show(point) for point in SavePoint if point in there)
+    names = f"{names} and of the ops that `ppruntime keys {key}` lists"
     if ac.save is None:
         if halves:
             yield (
@@ -290,14 +302,35 @@ def _saved_names(config: Config) -> Iterator[Broken]:
             "keeps nothing but Engram's rows",
         )
     for name in sorted(set(ac.save)):
-        if name not in there:
+        if name not in SAVE_NAMES and name not in ALIASES:
+            hint = did_you_mean(name, (*SAVE_NAMES, *ALIASES))
             yield (
                 key,
-                f'{key} names {show(name)}, which no half-layer in mode "selective" has; those '
-                f"have {names}",
+                f"{key} names {show(name)}, which is no group and no op that can be kept"
+                f"{hint or ';'} name some of {names}",
             )
-        elif ac.save.count(name) > 1:
-            yield key, f"{key} names {show(name)} {ac.save.count(name)} times; name it once"
+        elif op_name(name) not in there:
+            yield (
+                key,
+                f'{key} names {show(name)}, which no half-layer in mode "selective" has; name some '
+                f"of {names}",
+            )
+    yield from _named_twice(key, ac.save)
+
+
+def _named_twice(key: str, names: tuple[str, ...]) -> Iterator[Broken]:
+    """A name that comes again, by itself, by an op that stands for it, or with its group."""
+    known = [name for name in names if name in SAVE_NAMES or name in ALIASES]
+    for name in sorted(set(known)):
+        if (number := known.count(name)) > 1:
+            yield key, f"{key} names {show(name)} {number} times; name it once"
+        elif op_name(name) != name and op_name(name) in known:
+            yield key, f"{key} names {show(name)}, which is {show(op_name(name))}; name it once"
+        elif name not in tuple(SavePoint) and (point := point_of(name)) in known:
+            yield (
+                key,
+                f"{key} names {show(name)} and {show(point)}, which has it; name one of them",
+            )
 
 
 PIPELINE_RULES: tuple[Rule, ...] = (

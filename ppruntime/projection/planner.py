@@ -20,6 +20,7 @@ from ppruntime.projection.planner_task import (
     slot_bytes,
     stage_of,
     units_of,
+    waiting_bytes,
     with_peak,
 )
 from ppruntime.projection.projector import ProjectionError
@@ -28,7 +29,7 @@ from ppruntime.schedules.costs import Costs, Hops
 from ppruntime.schedules.counts import Edge, peak_in_flight, slots_held
 from ppruntime.schedules.law import steady_time
 from ppruntime.schedules.machine import Interference, Link, Machine
-from ppruntime.schedules.ops import Schedule, ScheduleError
+from ppruntime.schedules.ops import Kind, Schedule, ScheduleError
 from ppruntime.schedules.plan_warmup import plan_warmup
 from ppruntime.schedules.simulator import simulate_machine
 from ppruntime.schedules.timeline import simulate
@@ -146,11 +147,13 @@ def _least_flow(order: str, task: Task) -> Flow:
 
 
 def _flow(schedule: Schedule) -> Flow:
+    puts_off = any(op.kind is Kind.W for op in schedule.ops(0))
     slots, stages = slots_held(schedule), range(schedule.num_stages)
     return Flow(
         peak_in_flight(schedule),
         tuple(slots[Edge(s - 1, s, "F")] if s else 0 for s in stages),
         tuple(slots[Edge(s + 1, s, "B")] if s + 1 < len(stages) else 0 for s in stages),
+        puts_off,
     )
 
 
@@ -233,6 +236,7 @@ def _with_flow(task: Task, stages: Sequence[PlannedStage], flow: Flow) -> tuple[
             replace(
                 stage,
                 in_flight=flow.in_flight[place[0]],
+                waiting_bytes=waiting_bytes(units_of(task, place[1], place[2], place[0]), flow),
                 slot_bytes=task.every_rank_bytes + slot_bytes(task, flow, place),
             ),
         )

@@ -18,11 +18,13 @@ from ppruntime.projection.planner_task import (
     Task,
     Variant,
     held_by,
+    most_held,
     reserved_bytes,
     slot_bytes,
     stage_of,
     units_of,
     update_bytes,
+    waiting_bytes,
 )
 
 
@@ -92,7 +94,7 @@ class Fronts:
         p, i, j = place
         task, front, in_flight = self._task, self._front(i, j, p), flow.in_flight[p]
         units = units_of(task, i, j, p)
-        blocks = sum(unit.is_expert_block for unit in units)
+        blocks, waiting = sum(unit.is_expert_block for unit in units), waiting_bytes(units, flow)
         alone = sum(unit.static_bytes for unit in units) + task.every_rank_bytes
         lasting = reserved_bytes(task, p) + slot_bytes(task, flow, place)
         shortest = math.inf
@@ -106,7 +108,7 @@ class Fronts:
             for point in front:  # fastest first
                 if point.work_s + extra >= shortest * (1 - 1e-12):
                     break  # as fast at best; earlier variants change less
-                offloaded = self._offloaded(point, extra, in_flight, free)
+                offloaded = self._offloaded(point, extra, in_flight, free, waiting)
                 if offloaded is not None:
                     shortest, best = point.work_s + extra, (point, variant, offloaded)
                     break
@@ -115,9 +117,11 @@ class Fronts:
         point, variant, offloaded = best
         return stage_of(task, place, point.chosen, variant, flow, offloaded)
 
-    def _offloaded(self, point: _Point, extra: float, in_flight: int, free: float) -> float | None:
+    def _offloaded(
+        self, point: _Point, extra: float, in_flight: int, free: float, waiting: float
+    ) -> float | None:
         """Bytes of a micro-batch that have to go to the host; None if even that does not fit."""
-        missing = in_flight * point.held_bytes + point.made_bytes - free
+        missing = most_held(in_flight, point.held_bytes, waiting) + point.made_bytes - free
         if missing <= 0:
             return 0.0
         if not self._task.host_bytes_per_s or in_flight <= 2:

@@ -17,6 +17,7 @@ from ppruntime.memory import (
     gradient_bytes,
     head_bytes,
     lookup_bytes,
+    put_off_bytes,
     recompute_bytes,
     state_bytes,
     workspace_bytes,
@@ -238,6 +239,7 @@ def _unit(
         boundary_bytes=float(boundary_of(config, _alone(spec))),
         gradient_bytes=float(gradient_bytes(config, spec)),
         update_bytes=_update(plain, spec),
+        put_off_bytes=float(put_off_bytes(config, spec)),
     )
 
 

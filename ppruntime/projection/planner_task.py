@@ -47,6 +47,8 @@ class PlannedUnit:
     """Of a micro-batch, coming back there."""
     update_bytes: float = 0.0
     """What reducing the unit's gradients takes beyond what lies there."""
+    put_off_bytes: float = 0.0
+    """Of a micro-batch between I and W, whatever was kept before; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class Flow:
     in_flight: tuple[int, ...]
     forward_slots: tuple[int, ...]
     backward_slots: tuple[int, ...]
+    puts_off: bool = False
+    """Whether weight gradients wait for a W."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +140,9 @@ class PlannedStage:
     update_bytes: float
     """What reducing gradients takes beyond what lies there; at most, as earlier units' are gone."""
     in_flight: int
+    waiting_bytes: float
+    """Of the micro-batch whose I is at its last unit: what its other units' put-off weight
+    gradients read. 0: none wait."""
     peak_bytes: float
     """With what is reserved."""
 
@@ -179,6 +186,19 @@ def update_bytes(units: Sequence[PlannedUnit], variant: Variant) -> float:
     )
 
 
+def waiting_bytes(units: Sequence[PlannedUnit], flow: Flow) -> float:
+    """Of a stage's units, see `PlannedStage`."""
+    if not flow.puts_off:
+        return 0.0
+    first = next((k for k, unit in enumerate(units) if unit.is_half), 0)
+    return sum(unit.put_off_bytes for unit in units[first + 1 :])
+
+
+def most_held(in_flight: int, held: float, waiting: float) -> float:
+    """Of all micro-batches of a stage in flight, one of which may be between I and W."""
+    return (in_flight - 1) * held + max(held, waiting)
+
+
 def held_by(choice: Choice, *, is_first: bool) -> float:
     """Of one micro-batch, by a unit that begins a stage or stands in one."""
     if is_first and choice.first_held_bytes is not None:
@@ -216,6 +236,7 @@ def stage_of(
         made_bytes=max((choice.made_bytes for choice in chosen), default=0.0),
         update_bytes=update_bytes(units, variant),
         in_flight=flow.in_flight[index],
+        waiting_bytes=waiting_bytes(units, flow),
         peak_bytes=0.0,
     )
     return with_peak(task, index, stage)
@@ -224,7 +245,8 @@ def stage_of(
 def with_peak(task: Task, index: int, stage: PlannedStage) -> PlannedStage:
     """The stage with the most that its rank holds: in an op, or while gradients are reduced."""
     moving = min(stage.in_flight, 2)  # one on its way out, one on its way back
-    in_ops = stage.in_flight * stage.held_bytes + moving * stage.offloaded_bytes + stage.made_bytes
+    held = most_held(stage.in_flight, stage.held_bytes, stage.waiting_bytes)
+    in_ops = held + moving * stage.offloaded_bytes + stage.made_bytes
     lasting = reserved_bytes(task, index) + stage.static_bytes + stage.slot_bytes
     return replace(stage, peak_bytes=lasting + max(in_ops, stage.update_bytes))
 

@@ -3,6 +3,7 @@ saves, at full width on the meta device and of real runs in torch."""
 
 from __future__ import annotations
 
+from dataclasses import replace as replace_form
 from functools import partial
 
 import measured_activations
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 from measured_activations import Measured, one_of_each_kind
 from msgspec.structs import replace
 
-from ppruntime.models.activation_bytes import kept_results, saved_bytes
+from ppruntime.models.activation_bytes import Kept, kept_fields, kept_results, saved_bytes
 from ppruntime.models.attention_kernels import set_kernels
 from ppruntime.models.carry import Carry, MicroBatch
-from ppruntime.models.dims import ModelDims, UnitKind, UnitSpec, preset, unit_specs
+from ppruntime.models.dims import ModelDims, UnitKind, UnitSpec, changed, preset, unit_specs
+from ppruntime.models.engram_kernels import engram_kernels
 from ppruntime.models.expert_bytes import HERE, ExpertForm
 from ppruntime.models.experts import Experts, SharedExpert
 from ppruntime.models.fp8_experts import Fp8Options
@@ -28,7 +30,10 @@ from ppruntime.models.kernels.expert_backends import ExpertBackend
 from ppruntime.models.kernels.fp8_linear_backends import LinearBackend
 from ppruntime.models.kernels.shared_swiglu import swiglu
 from ppruntime.models.moe import MoEOptions
+from ppruntime.models.moe_kernels import moe_kernels
+from ppruntime.models.residual import residual
 from ppruntime.models.row_slices import token_slices
+from ppruntime.models.save_points import SAVE_NAMES
 from ppruntime.models.units import build_unit
 
 IN_TORCH = Fp8LinearOptions(backend=LinearBackend.REFERENCE)
@@ -51,8 +56,11 @@ def assert_planned(
     kernels: frozenset[AttentionOp] = frozenset(),
     fp8_linears: bool = False,
     experts: ExpertForm = HERE,
+    around: str = "reference",
 ) -> None:
+    """`around`: mHC or the one stream, the router and Engram's gate by the kernel of that name."""
     options = {"fp8_linears": fp8_linears, "experts": experts}
+    options |= {"mhc": around, "engram": around, "router": around}
     planned = saved_bytes(
         *(dims, spec, *shape),
         attention_kernel=AttentionOp.ATTENTION in kernels,
@@ -60,9 +68,11 @@ def assert_planned(
         **options,
     )
     assert planned == found.own_bytes, f"{spec.name}: {planned - found.own_bytes:+}"
-    for point, kept in found.results.items():
-        ours = kept_results(dims, spec, frozenset({point}), *shape, kernels=kernels, **options)
-        assert ours == kept, f"{spec.name}: {point}"
+    fields = kept_fields(dims, spec, *shape, engram=around)
+    assert fields == found.kept_fields, spec.name
+    for name, kept in found.results.items():
+        ours = kept_results(dims, spec, frozenset({name}), *shape, kernels=kernels, **options)
+        assert ours == kept, f"{spec.name}: {name}"
 
 
 def halves(dims: ModelDims) -> list[UnitSpec]:
@@ -109,8 +119,14 @@ def test_what_fp8_saves_at_full_width_is_planned(name, experts):
         assert_planned(found, dims, spec, shape, fp8_linears=True, experts=form_of(experts))
 
 
-def everyones_kernels(unit: torch.nn.Module, *, linears: bool) -> None:
-    """All kernels that there are, as a GPU has them."""
+def everyones_kernels(unit: torch.nn.Module, *, linears: bool, around: bool = False) -> None:
+    """All kernels of attention, SwiGLU and FP8 linears that there are, as a GPU has them; `around`
+    them also those of mHC or the one stream, of the router and of Engram's gate."""
+    if around:
+        kind = unit.dims.residual_type
+        unit.residual = residual("triton", torch.device("meta"), kind)
+        if getattr(unit, "engram", None) is not None:
+            unit.engram.kernels = engram_kernels("triton", torch.device("meta"))
     chosen = {op.value: BACKENDS[op][0] for op in AttentionOp}
     set_kernels(unit, attention_kernels(Choice(**chosen)))
     if isinstance(shared := getattr(getattr(unit, "moe", None), "shared", None), SharedExpert):
@@ -130,8 +146,52 @@ def test_other_kernels_save_at_full_width_what_the_reference_does(name, linears)
             *(dims, spec, *shape), change=partial(everyones_kernels, linears=linears)
         )
         assert_planned(
-            found, dims, spec, shape, kernels=frozenset(AttentionOp), fp8_linears=linears
+            *(found, dims, spec, shape),
+            kernels=frozenset(AttentionOp),
+            fp8_linears=linears,
+            experts=ExpertForm(fused_swiglu=True),
         )
+
+
+KINDS = [
+    ("v41-flash", {}),
+    ("v4-flash", {}),
+    ("v41-flash", {"quantize_cache": True, "balance_loss_weight": 0.0}),
+    ("v41-flash", {"indexer_loss_weight": 0.5}),
+    ("v4-flash", {"indexer_loss_weight": 0.5}),
+    ("v41-flash", {"residual_type": "gated"}),
+    ("v41-flash", {"residual_type": "layerscale"}),
+]
+
+
+@pytest.mark.parametrize("linears", [False, True])
+@pytest.mark.parametrize("fp8_experts", [False, True])
+@pytest.mark.parametrize(("name", "changes"), KINDS)
+def test_every_op_that_a_run_may_name_keeps_what_is_planned(name, changes, fp8_experts, linears):
+    dims = changed(preset(name), num_experts=64, **changes)
+    shape, experts = (1, 4096, "bfloat16"), FP8 if fp8_experts else None
+    kernels = moe_kernels("triton", "triton", torch.device("cpu"), torch.bfloat16)
+    found_names = set()
+    for spec in halves(dims):
+        found = measured_activations.measure_on_meta(
+            *(dims, spec, *shape),
+            moe=MoEOptions(fp8=experts, kernels=kernels),
+            change=partial(everyones_kernels, linears=linears, around=True),
+        )
+        assert_planned(
+            *(found, dims, spec, shape),
+            kernels=frozenset(AttentionOp),
+            fp8_linears=linears,
+            experts=replace_form(form_of(experts), fused_swiglu=True),
+            around="triton",
+        )
+        found_names |= {op for op, kept in found.results.items() if kept != Kept(0, 0)}
+    # Those of other ranks' experts are held by test_expert_bytes and test_ledger_experts.
+    elsewhere = {name for name in SAVE_NAMES if name.startswith("expert_")} - {"expert_linear"}
+    if name == "v41-flash" and not changes:
+        ran_not = {"one_stream_read", "one_stream_write", "expert_linear", "fp8_experts"}
+        ran_not |= {"fp8_linear", "fp8_swiglu_linear", "shared_swiglu", "mm"}
+        assert found_names | ran_not | elsewhere == set(SAVE_NAMES)
 
 
 @settings(max_examples=25, deadline=None)

@@ -16,6 +16,7 @@ from small_runs import CONFIG, SMALL, train
 from ppruntime.config import Config, ConfigError, load
 from ppruntime.ledger import (
     HEAD,
+    SENT,
     UPDATE,
     WARM_UP,
     MeasuredMemory,
@@ -24,10 +25,13 @@ from ppruntime.ledger import (
     predict,
 )
 from ppruntime.ledger_check import run_check_text
+from ppruntime.memory import gradient_bytes
 from ppruntime.memory_record import read_memory
 from ppruntime.metrics import read_metrics
 from ppruntime.models.head_bytes import head_workspace
-from ppruntime.plan_report import report
+from ppruntime.order import make_order
+from ppruntime.plan import cut
+from ppruntime.plan_report import boundary_of, report
 from ppruntime.remedies import out_of_memory_text, remedies
 
 
@@ -388,3 +392,22 @@ def test_a_rank_that_runs_out_says_in_which_op_with_its_ledger_and_what_would_fi
     assert "predicted for rank 0: weights" in text
     assert "ac.mode=" in text
     assert text.count("by FLOPs") == 2
+
+
+def test_a_transport_of_gpus_holds_a_message_a_channel_where_it_was_made():
+    base = ("pp.size=2", *BF16)
+    config, auto = tiny(*base, "pp.transport=copy_engine"), tiny(*base)
+    order = make_order(config)
+    first, _ = cut(
+        config.model.dims,
+        order.lowered.stage_to_rank,
+        config.pp.layers_per_stage,
+        seq_len=config.train.seq_len,
+    )
+    sent = [dict(ledger.rows())[SENT] for ledger in predict(config)]
+    assert sent == [boundary_of(config, first), gradient_bytes(config, first.after)]
+    assert min(sent) > 0
+    for ledger, known in zip(predict(auto), predict(config), strict=True):
+        assert dict(ledger.rows())[SENT] == 0
+        assert known.peak_bytes - ledger.peak_bytes == known.sent
+        assert known.moments[-1].total + known.sent == ledger.moments[-1].total

@@ -176,6 +176,7 @@ MODES = {
     "matmul": ["ac.mode=matmul"],
     "products": ["ac.mode=selective", 'ac.save=["projections"]'],
     "two": ["ac.mode=selective", 'ac.save=["attention", "experts"]'],
+    "ops": ["ac.mode=selective", 'ac.save=["mm", "sparse_attention", "expert_rows"]'],
     "selective pairs": [
         "ac.mode=full",
         'ac.save=["experts", "engram"]',

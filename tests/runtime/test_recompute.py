@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -17,12 +16,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from whole_model import build_units, named_grads, random_batch, run
 
 from ppruntime.config import Config, ConfigError, dumps, load
-from ppruntime.config.keys import SaveName
+from ppruntime.config.help import key_helps
 from ppruntime.ledger import predict
 from ppruntime.models.carry import MicroBatch
 from ppruntime.models.dims import UnitKind
 from ppruntime.models.linear import WeightGradQueue, set_queue
-from ppruntime.models.save_points import SavePoint, point_of
+from ppruntime.models.save_points import (
+    ALIASES,
+    SAVE_NAMES,
+    SavePoint,
+    names_in,
+    op_name,
+    point_of,
+)
 from ppruntime.models.units import Unit
 from ppruntime.order import make_order
 from ppruntime.plan import cut
@@ -96,11 +102,20 @@ def test_every_mode_has_the_loss_and_the_gradients_of_none(overrides, plain):
     assert_same(loss_and_grads(tiny(*overrides)), plain)
 
 
-NAMES = st.lists(st.sampled_from(list(SavePoint)), min_size=1, unique=True)
+def one_each(names: list[str]) -> list[str]:
+    """Without ops whose group is named too, and without names for the same."""
+    once = {op_name(name): name for name in names}
+    return [name for op, name in once.items() if op in [*SavePoint] or point_of(op) not in names]
+
+
+IN_TINY = sorted(
+    names_in(is_moe=False, has_engram=True) | names_in(is_moe=True, has_engram=False) | {*ALIASES}
+)
+NAMES = st.lists(st.sampled_from(IN_TINY), min_size=1, unique=True).map(one_each)
 HALF = st.sampled_from(["selective", "none", "full_moe"])
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(names=NAMES, halves=st.lists(st.tuples(HALF, HALF), min_size=1, max_size=6))
 def test_every_list_in_any_halves_has_the_loss_and_the_gradients_of_none(names, halves, plain):
     others = [layer for layer in range(8) if layer not in tiny().model.dims.engram_layers]
@@ -230,8 +245,10 @@ def test_every_list_has_a_name_of_its_own_and_is_found_again_by_it():
     one, other = (tiny(*saving(*s)) for s in (("attention", "experts"), ("attention",)))
     assert mode_name(one) == mode_name(tiny(*saving("experts", "attention")))
     assert mode_name(one) == "selective:experts+attention" != mode_name(other)
+    ops = tiny(*saving("rotate", "sparse_attention_reference", "experts"))
+    assert mode_name(ops) == "selective:experts+sparse_attention+rotate"
     units = cut(one.model.dims, (0,), None, seq_len=12)[0].units
-    for config in (one, other, tiny("ac.mode=full", "ac.recompute_engram=true"), tiny()):
+    for config in (one, other, ops, tiny("ac.mode=full", "ac.recompute_engram=true"), tiny()):
         name = mode_name(config)
         assert is_mode_name(name)
         again = in_mode(config, name)
@@ -293,14 +310,33 @@ REFUSED = [
     ('ac.layer_modes={"1" = ["full", "none", "none"]}', "ac.layer_modes"),
     ("ac.mode=everything", "everything"),
     ("ac.recompute_engram=true", 'has no effect on layers whose mode is "none"'),
-    ('ac.save=["expert"]', 'each entry one of "attention", "engram", "experts", "projections"'),
+    (
+        'ac.mode=selective ac.save=["expert"]',
+        'names "expert", which is no group and no op that can be kept; did you mean "experts"? name'
+        ' some of "experts", "engram", "projections", "attention" and of the ops that `ppruntime'
+        " keys ac.save` lists",
+    ),
+    ('ac.mode=selective ac.save=["mhc_reed", "rotate"]', 'did you mean "mhc_read"?'),
+    ('ac.mode=selective ac.save=["rotate_backward"]', "is no group and no op that can be kept"),
+    ('ac.mode=selective ac.save=["softmax"]', '"softmax", which is no group and no op'),
+    ('ac.mode=selective ac.save=["one_stream_read"]', 'which no half-layer in mode "selective"'),
+    ('ac.mode=selective ac.save=["mm", "projections"]', 'names "mm" and "projections", which has'),
+    (
+        'ac.mode=selective ac.save=["fp8_rotated_linear", "rotated_linear"]',
+        'names "fp8_rotated_linear", which is "rotated_linear"; name it once',
+    ),
+    (
+        'ac.layer_modes={"1" = ["none", "selective"]} ac.save=["rotate"]',
+        'names "rotate", which no half-layer in mode "selective" has',
+    ),
+    ('ac.mode=selective ac.save=["gate_engram"] model.name=tiny-v4', "which no half-layer"),
     ('ac.save=["experts"]', 'has no effect without the mode "selective"'),
     ("ac.mode=selective", 'set it to a list of some of "experts", "engram", "projections"'),
     ('ac.layer_modes={"1" = ["full", "selective"]}', 'some of "experts", "projections"'),
     ("ac.mode=selective ac.save=[]", 'names nothing; name some of "experts", "engram"'),
     (
         'ac.layer_modes={"1" = ["full", "selective"]} ac.save=["attention"]',
-        'names "attention", which no half-layer in mode "selective" has; those have "experts"',
+        'names "attention", which no half-layer in mode "selective" has; name some of "experts"',
     ),
     ('ac.mode=selective ac.save=["engram"] model.name=tiny-v4', 'names "engram", which no half'),
     ('ac.mode=selective ac.save=["engram","engram"]', 'names "engram" 2 times'),
@@ -321,12 +357,16 @@ def test_a_wrong_mode_is_refused_with_its_remedy(override, words):
 def test_a_wrong_list_in_a_file_is_refused_with_its_line(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('[model]\nname = "tiny"\n[ac]\nmode = "selective"\nsave = ["moe"]\n')
-    with pytest.raises(ConfigError, match=r"run\.toml:5: ac\.save = \[\"moe\"\] is not allowed"):
+    with pytest.raises(
+        ConfigError, match=r"run\.toml:5: ac\.save names \"moe\", which is no group"
+    ):
         load([path])
 
 
-def test_a_config_names_all_save_points():
-    assert set(get_args(SaveName)) == set(SavePoint)
+def test_the_help_of_the_list_names_all_that_it_may_name():
+    (help_,) = (key for key in key_helps() if key.name == "ac.save")
+    words = set(re.findall(r"\w+", help_.text))
+    assert set(SAVE_NAMES) <= words
 
 
 def test_recomputing_an_engram_that_is_not_there_is_refused():

@@ -272,3 +272,26 @@ def test_a_warm_up_goes_back_as_the_order_does_and_takes_no_more_memory_than_a_s
         assert peaks[kind] == pytest.approx(taken, rel=0.05)
     assert peaks[Kind.B] < peaks[Kind.I]
     assert backward_kinds(make("dualpipe_v", 2, 8), 1) == {Kind.B, Kind.I}
+
+
+def test_operands_of_a_put_off_weight_gradient_are_freed_before_the_next_one():
+    (stage,) = build_stages(2, [], seed=0)
+    stage.reset(loss_seed=SEED, balance_seed=BALANCE_SEED)
+    (batch,) = micro_batches(1, 1, 4, seed=0)
+    stage.forward(0, (), batch)
+    stage.backward_input(0, ())
+    queue: WeightGradQueue = stage._queue
+    operands = [torch.ones(3) for _ in range(3)]
+    alive = [weakref.ref(tensor) for tensor in operands]
+    seen: list[int] = []
+
+    def task(operand: Tensor) -> None:
+        assert operand.sum() == 3
+        seen.append(sum(reference() is not None for reference in alive))
+
+    for operand in operands:
+        queue.add(partial(task, operand))
+    stage._weight_tasks[0] += queue.pop()
+    del operand, operands
+    stage.weight_grads(0)
+    assert seen == [3, 2, 1]
