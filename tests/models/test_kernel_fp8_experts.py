@@ -108,7 +108,13 @@ def test_errors_are_those_of_fp8(options, dtype):
         assert 0.02 < distance(got, true) < bounds[name], name
 
 
-def test_errors_are_the_recipes_where_a_tenth_of_the_gates_is_clamped():
+def test_kernels_are_no_farther_from_the_truth_than_the_recipe():
+    true = exact(layer(TRITON), *batch())
+    for name, got, expected, c in zip(NAMES, usual(TRITON), usual(REFERENCE), true, strict=True):
+        assert distance(got, c) < 1.02 * distance(expected, c) + 1e-3, name
+
+
+def test_errors_are_the_recipes_where_a_tenth_of_gates_and_ups_is_clamped():
     """dx and dW13 are further from fp64's there than by FP8's roundings alone: a gate or up near
     the limit may fall on its other side, and lets a gradient through or not. The recipe's fall
     there as well, but for a few of 18,000 on a GPU, whose sums have other last bits."""
@@ -117,7 +123,7 @@ def test_errors_are_the_recipes_where_a_tenth_of_the_gates_is_clamped():
     gates = torch.einsum("eoh,nh->neo", layer(REFERENCE).gate_up.weight[:, :WIDTH], x).float()
     chosen = gates[torch.arange(len(x), device=DEVICE)[:, None], routing]
     # Not a number: the CPU's and the GPU's cases have other widths, with which gates grow.
-    limit = chosen.quantile(0.9).item()
+    limit = chosen.quantile(0.92).item()  # and as many ups on each side
     kernels, recipe = layer(TRITON, limit=limit), layer(REFERENCE, limit=limit)
     got, expected, true = (
         gradients(kernels, *case), gradients(recipe, *case), exact(kernels, *case)
@@ -125,7 +131,7 @@ def test_errors_are_the_recipes_where_a_tenth_of_the_gates_is_clamped():
     for name, a, b, c in zip(NAMES, got, expected, true, strict=True):
         jumps = name in ("dx", "dW13")
         error = distance(b, c)
-        assert 0.02 < error < (0.2 if jumps else 0.08), name
+        assert 0.02 < error < (0.16 if jumps else 0.08), name
         assert distance(a, c) < 1.1 * error, name
         # Gradients that clamped gates let through would make it 0.43.
         assert distance(a, b) < (6e-2 if jumps else 2e-2), name

@@ -6,6 +6,7 @@ from fp8_cases import ON_GPU, distance, needed, random_routing
 from msgspec.structs import replace as replaced
 
 from ppruntime.models.dims import preset
+from ppruntime.models.experts import clamped_swiglu
 from ppruntime.models.fp8_experts import Fp8Experts, Fp8Options
 from ppruntime.models.gemm_sms import GemmSms
 from ppruntime.models.kernels import (
@@ -185,6 +186,31 @@ def test_the_layer_follows_the_recipe_in_torch(layer_inputs):
     reference = gradients(layer(backend=ExpertBackend.REFERENCE), *layer_inputs)
     for a, b in zip(own, reference, strict=True):
         assert distance(a, b) < 2e-2
+
+
+def exact(experts, x, routing, weights, grad):
+    """fp64, expert after expert."""
+    x, weights = (t.double().requires_grad_() for t in (x, weights))
+    w13, w2 = (w.detach().double().requires_grad_() for w in experts.parameters())
+    y = torch.zeros_like(x)
+    for expert in range(len(w13)):
+        token, k = (routing == expert).nonzero(as_tuple=True)
+        inner = clamped_swiglu(x[token] @ w13[expert].t(), experts.limit)
+        y = y.index_add(0, token, weights[token, k].unsqueeze(1) * (inner @ w2[expert].t()))
+    y.backward(grad.double())
+    return y.detach(), x.grad, weights.grad, w13.grad, w2.grad
+
+
+def test_errors_at_full_width_are_those_of_fp8_and_of_the_recipe(layer_inputs):
+    true = exact(layer(), *layer_inputs)
+    recipe = gradients(layer(backend=ExpertBackend.REFERENCE), *layer_inputs)
+    bounds = {"y": 0.075, "dx": 0.08, "dp": 0.075, "dW13": 0.08, "dW2": 0.075}
+    for own, expected, c, (name, bound) in zip(
+        gradients(layer(), *layer_inputs), recipe, true, bounds.items(), strict=True
+    ):
+        error = distance(own, c)
+        assert 0.02 < error < bound, name
+        assert error < 1.02 * distance(expected, c) + 1e-3, name
 
 
 def test_memory_is_stable_over_steps(layer_inputs):

@@ -4,6 +4,8 @@ from functools import partial
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from fp8_cases import DEVICE, ON_GPU, distance, needed, random_routing, values
 
 from ppruntime.models.kernels import (
@@ -70,6 +72,26 @@ def test_no_tile_and_no_number_of_multiprocessors_changes_a_bit(tile, gemm_sms):
     usual = grouped_gemm.grouped_gemm(rows, weights, layout)
     other = grouped_gemm.grouped_gemm(rows, weights, layout, tile=tile, gemm_sms=gemm_sms)
     assert torch.equal(usual[live], other[live])
+
+
+@triton.jit
+def _places(place_ptr, num_rows, NUM_COLUMNS: tl.constexpr, GROUP_ROWS: tl.constexpr):
+    tile = tl.program_id(0)
+    row, column = grouped_gemm.tile_place(tile, num_rows, NUM_COLUMNS, GROUP_ROWS)
+    tl.store(place_ptr + 2 * tile, row)
+    tl.store(place_ptr + 2 * tile + 1, column)
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 20])
+def test_every_tile_has_one_place_and_a_group_of_rows_is_done_before_the_next(num_rows):
+    """Rows lie by expert, so an expert's weights are read once while its rows are in the cache."""
+    columns, group = 3, 8
+    places = torch.empty(num_rows * columns, 2, dtype=torch.int32, device=DEVICE)
+    _places[(len(places),)](places, num_rows, columns, group)
+    told = [tuple(place) for place in places.tolist()]
+    assert sorted(told) == [(r, c) for r in range(num_rows) for c in range(columns)]
+    groups = [row // group for row, _ in told]
+    assert groups == sorted(groups)
 
 
 def test_one_gemm_loses_what_fp8_loses_and_no_more():

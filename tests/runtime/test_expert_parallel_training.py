@@ -57,15 +57,20 @@ def first_gradients(rank: int, overrides: tuple[str, ...]):
         return trainer.step(0, data), found
 
 
-def test_first_gradients_are_within_a_millionth_of_one_process(run_ranks):
-    layouts = {
-        4: ("parallel.ep=2", "pp.size=2", "pp.schedule=1f1b_w", "train.num_micro_batches=2"),
-        1: ("pp.size=1", "train.num_micro_batches=4"),
-    }
-    results = {ranks: run_ranks(ranks, first_gradients, o) for ranks, o in layouts.items()}
-    [(alone, expected)] = results[1]
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallel.ep=2", "pp.size=2", "pp.schedule=1f1b_w", "train.num_micro_batches=2"),
+        # Experts over two, and each of their weights over two data ranks.
+        ("parallel.ep=2", "parallel.dp=2", "pp.size=1", "train.num_micro_batches=1"),
+    ],
+    ids=["pp and ep", "dp and ep"],
+)
+def test_first_gradients_are_within_a_millionth_of_one_process(layout, run_ranks):
+    [(alone, expected)] = run_ranks(1, first_gradients, ("pp.size=1", "train.num_micro_batches=4"))
+    four = run_ranks(4, first_gradients, layout)
     gradients: dict[str, dict[int, torch.Tensor]] = {}
-    for result, found in results[4]:
+    for result, found in four:
         assert result.loss == pytest.approx(alone.loss, rel=1e-6)
         assert result.grad_norm == pytest.approx(alone.grad_norm, rel=1e-6)
         assert result.balance_loss == pytest.approx(alone.balance_loss, rel=1e-6)

@@ -223,6 +223,18 @@ def test_with_fsdp_a_unit_is_gathered_and_reduced_once_a_step(schedule, run_rank
         assert whole["_allgather_base_"] == num_units
 
 
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_experts_gradients_are_reduced_by_themselves_and_once_a_step(num_micro_batches, run_ranks):
+    """Over the data ranks that have the same experts."""
+    num_layers = 8  # with experts each
+    overrides = ("pp.size=1", "parallel.dp=2", "parallel.ep=2")
+    more = f"train.num_micro_batches={num_micro_batches}"
+    for whole, inside, num_units in run_ranks(4, collectives_of_a_step, (*overrides, more)):
+        assert whole["_reduce_scatter_base_"] == num_units + num_layers
+        assert "_reduce_scatter_base_" not in inside
+        assert inside["_allgather_base_"] == num_units + num_layers
+
+
 # --- initial weights ------------------------------------------------------------------------------
 
 

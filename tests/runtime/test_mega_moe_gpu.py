@@ -5,7 +5,10 @@ What one GPU can show, with ranks that one process plays, is in tests/models/tes
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from fp8_cases import distance
 from msgspec.structs import replace
 from rank_pool import run_in_pool
-from small_runs import GPU_SECONDS
+from small_runs import GPU_SECONDS, ON_GPUS, train
 
 from ppruntime.models.dims import preset
 
@@ -330,3 +333,42 @@ def test_a_run_with_the_fused_layer_trains_as_one_with_the_all_to_all(mode, back
     for step, other in zip(fused, gpu_steps(2, *more, "moe.dispatch.type=torch"), strict=True):
         assert step.loss == pytest.approx(other.loss, rel=5e-3)
         assert step.grad_norm == pytest.approx(other.grad_norm, rel=0.05)
+
+
+LIMIT_SECONDS = 30
+"""As long as a rank may need for a kernel."""
+
+
+def train_until_killed(rank: int, run_dir: str):
+    """A run whose rank 1 ends in the middle of a layer, behind what it told and before it met. What
+    the other says, and how long after that it ended."""
+    from ppruntime.models.mega_moe import MegaMoe
+
+    forward, calls, killed = MegaMoe.forward_steps, [], Path(run_dir).with_name("killed")
+
+    def sometimes(*args, **options):
+        steps = forward(*args, **options)
+        calls.append(1)
+        if rank == 1 and len(calls) == 10:
+            next(steps)
+            torch.cuda.synchronize()
+            killed.write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return steps
+
+    MegaMoe.forward_steps = sometimes
+    more = ("train.steps=4", f"pp.timeout_seconds={LIMIT_SECONDS}", "moe.compute.backend=triton")
+    told = train(rank, run_dir, (*ON_GPUS, *RUN, *more, "moe.dispatch.type=mega_moe"))
+    return told, time.time() - float(killed.read_text())
+
+
+def test_a_rank_that_is_killed_ends_the_other_within_the_limit_by_name(tmp_path, rank_outcomes):
+    left, dead = rank_outcomes(
+        2, train_until_killed, str(tmp_path / "run"), timeout_seconds=GPU_SECONDS
+    )
+    assert dead.exit_code == -signal.SIGKILL
+    assert left.error_text is None, left.error_text
+    (code, _, told), seconds = left.value
+    assert code == 10
+    assert "rank 1" in told
+    assert seconds < LIMIT_SECONDS + 15  # and its report, and its end
