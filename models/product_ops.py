@@ -52,6 +52,5 @@ class Products:
             return "fp8_linear"
         # At ratio 1 V4.1's compressor is a plain projection.
         pools = self.dims.family == "v4" or self.dims.compress_ratios[self.layer] > 1
-        if last in ("value", "gate") and pools and AttentionOp.COMPRESSOR in self.kernels:
-            return "wide_linear"
-        return "mm"
+        in_parts = self.is_low and AttentionOp.COMPRESSOR in self.kernels
+        return "wide_linear" if last in ("value", "gate") and pools and in_parts else "mm"
