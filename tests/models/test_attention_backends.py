@@ -21,6 +21,7 @@ from ppruntime.models.attention_kernels import REFERENCE, set_kernels
 from ppruntime.models.carry import Carry
 from ppruntime.models.dims import UnitKind, preset, unit_specs
 from ppruntime.models.kernel_limits import AttentionOp, Backend, misfit
+from ppruntime.models.kernels import grouped_output, rope  # noqa: F401 (they register ops)
 from ppruntime.models.kernels import sparse_attention as attention_op
 from ppruntime.models.kernels.attention_backends import (
     Choice,
