@@ -139,6 +139,7 @@ def test_what_the_limit_cut_or_left_out_is_named_and_is_no_pass(play, capsys):
     assert "other seed: not run, the limit was over" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_run_over_its_limit_is_ended_and_what_it_did_is_kept(tmp_path):
     overrides = ["pp.size=1", "train.steps=100000", "run.tensorboard=false", "run.device=cpu"]
     found = trained_for(CONFIG, overrides, limit_seconds=20)

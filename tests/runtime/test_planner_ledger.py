@@ -47,7 +47,7 @@ def peaks(plan: Plan) -> list[float]:
 @pytest.mark.parametrize(
     ("keys", "cap_gb", "in_update"),
     [
-        ((), 139, False),
+        pytest.param((), 139, False, marks=pytest.mark.long),
         ((), 79.5, False),
         (("parallel.dp=2",), 139, False),
         (("train.seq_len=128", "train.num_micro_batches=2"), 139, True),

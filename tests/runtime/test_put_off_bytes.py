@@ -35,7 +35,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.long] * (c == "kernels")) for c in CASES]
+)
 def test_put_off_weight_gradients_by_kernels_hold_the_planned_bytes(case):
     build, dims, options = CASES[case]
     units = build(dims)

@@ -107,7 +107,7 @@ def test_any_list_has_the_bits_of_no_recompute(case, names, plain):
     assert_same_bits(step(case, names)[0], plain[case][0])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=6, deadline=None)
 @given(case=st.sampled_from(["kernels", "one stream", "v4"]), names=LISTS)
 def test_any_list_has_the_bits_of_no_recompute_in_the_interpreter(case, names, plain):
