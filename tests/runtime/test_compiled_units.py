@@ -48,7 +48,10 @@ def compiled_parts(monkeypatch):
     "overrides",
     [
         ("pp.schedule=zb_v", "train.indexer_loss_weight=0.01"),
-        ("train.precision=bf16", "train.eval_interval=1", "train.eval_steps=1"),
+        pytest.param(
+            ("train.precision=bf16", "train.eval_interval=1", "train.eval_steps=1"),
+            marks=pytest.mark.long,
+        ),
         ("model.name=tiny-v4", "ac.mode=full_moe"),
     ],
     ids=[
