@@ -165,3 +165,29 @@ def test_weight_blocks_have_the_references_bytes_both_ways(dtype):
     assert none is None
     assert same(alone, expected)
     assert 0.02 < fp8_cases.distance(quantize.dequantize_blocks(weights), weight) < 0.03
+
+
+def test_a_reciprocal_gives_what_the_division_does_for_all_of_bf16_but_far_below_the_largest():
+    """Every value of bf16 beside every largest one, up to a factor of two that changes no bit: 33
+    of 319,552 pairs are half way between two multiples of E4M3's least step, and fall to the other
+    side."""
+    mantissas = 1 + torch.arange(128) / 128
+    pairs = differing = 0
+    for exponent in range(20):
+        values = mantissas * 2.0**-exponent
+        # Groups of 128: the largest one in front, and in two rows all values.
+        rows = torch.stack([torch.cat([mantissas[:1], values[1:]]), values[:1].expand(128)])
+        groups = rows.expand(128, 2, 128).clone()
+        groups[:, :, 0] = mantissas[:, None]
+        groups = groups.where(groups <= mantissas[:, None, None], 0).flatten(0, 1)
+        found = quantize.quantize_rows_reference(groups.bfloat16(), power_of_two=False)
+        divided = (groups / found.scale).to(torch.float8_e4m3fn)
+        live = groups > 0
+        live[:, 0] = False
+        live[1::2, 2:] = False
+        other = (found.data.view(torch.uint8) != divided.view(torch.uint8)) & live
+        pairs, differing = pairs + int(live.sum()), differing + int(other.sum())
+        assert exponent >= 16 or not other.any()
+        step = (found.data.float() - divided.float()).abs()
+        assert step[other].numel() == 0 or step[other].max() == 2.0**-9
+    assert (pairs, differing) == (319_552, 33)
