@@ -153,7 +153,7 @@ def kernels(
         Steps of each run, 40 at least.
     only
         Run to make, may be repeated, in the order given; by default all: reference, kernels, fp8
-        and seed, the references from another seed. What the record has of the others is kept.
+        and seed, the kernels from another seed. What the record has of the others is kept.
     limit_seconds
         No run is begun after that, one that runs is ended and recorded as far as it came.
         Default: none.

@@ -35,7 +35,7 @@ _FIRST_CUDA = (12, 9)
 """Whose cuBLASLt takes 1 x 128 and 128 x 128 scales on Hopper."""
 _FASTER_BY_SCALED_MM = frozenset({(1280, 5120), (1280, 32768)})
 """(O, I) where scaled_mm beat deep_gemm, 8,192 rows on an H200: 1,216 to 1,100 TFLOP/s, and 1,376
-to 1,227."""
+to 1,227 (a run without a record; whole linears are in docs/bench/layers-linears.json)."""
 
 
 class LinearBackend(Enum):
