@@ -2,8 +2,9 @@
 
 FSDP gathers a unit's weights in the compute dtype once a step, at its first forward; from then on
 the fp32 shards wait for the optimizer. A stage's shards leave behind its first forward, their
-memory is free from its second one on, and they come back once its last micro-batch's forward and
-the backward that follows are through: then the stage holds one micro-batch less than at its peak.
+memory is free once sums of gradients are made, and they come back once its last micro-batch's
+forward and the backward that follows are through: then the stage holds one micro-batch less than at
+its peak. `master_moments` says before which computations.
 """
 
 from __future__ import annotations
